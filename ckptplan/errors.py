@@ -1,0 +1,89 @@
+"""Every exception that ckptplan raises on purpose; each carries its numbers as attributes.
+
+A bad single value (wrong type, out of range) raises ``ValueError`` or ``TypeError`` naming the
+argument. Everything that a caller may want to catch as "ckptplan said no" derives from
+``CkptplanError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CkptplanError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(CkptplanError):
+    """The run description is wrong: the message names key, value, what is allowed and the remedy."""
+
+
+class BlockDeclarationError(CkptplanError):
+    """The declared blocks do not form a chain of distinct submodules of the model."""
+
+
+class UnsupportedBoundaryError(CkptplanError):
+    """What one block hands to the next cannot be followed (the message says which and why)."""
+
+
+class NoDifferentiableOutputError(CkptplanError):
+    """No block has an output that a gradient can flow through."""
+
+    def __init__(self, message: str, block_ids: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.block_ids = tuple(block_ids)
+
+
+class TimingOnlyProfileError(CkptplanError):
+    """The profile holds no memory figures, so no plan can be made from it."""
+
+    def __init__(self, message: str, block_ids: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.block_ids = tuple(block_ids)
+
+
+class InfeasibleTargetError(CkptplanError):
+    """No plan of this kind meets the target.
+
+    Attributes:
+        budget_bytes: the budget asked for, in bytes (None where the target is not one in bytes).
+        smallest_reachable_bytes: least peak of any plan of the planner's own kind.
+        smallest_reachable_any_bytes: least peak of any plan over the same profile (None: not computed).
+        limited_by: the block or region that sets ``smallest_reachable_bytes``, and in which phase.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        budget_bytes: int | None = None,
+        smallest_reachable_bytes: int | None = None,
+        smallest_reachable_any_bytes: int | None = None,
+        limited_by: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.smallest_reachable_bytes = smallest_reachable_bytes
+        self.smallest_reachable_any_bytes = smallest_reachable_any_bytes
+        self.limited_by = limited_by
+
+
+class PlanIncompatibleError(CkptplanError):
+    """The plan does not belong to this model, these inputs or itself.
+
+    Attributes:
+        faults: every fault found, one sentence each.
+    """
+
+    def __init__(self, faults: str | Sequence[str]) -> None:
+        self.faults = (faults,) if isinstance(faults, str) else tuple(faults)
+        head = "" if len(self.faults) == 1 else f"{len(self.faults)} faults:\n- "
+        super().__init__(head + "\n- ".join(self.faults))
+
+
+class UnsupportedPlanVersionError(CkptplanError):
+    """The plan or profile file was written in a format that this version does not read."""
+
+
+class PlannerScaleError(CkptplanError):
+    """The instance is beyond the bound that this planner states for itself."""
