@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
+
+from ckptplan.errors import BlockDeclarationError
 
 
 @dataclass(frozen=True)
@@ -23,5 +27,122 @@ class CheckpointableBlock:
     module: nn.Module
 
 
+@dataclass(frozen=True)
+class BlockSelection:
+    """The blocks chosen from a model, and what to tell the user about the choice."""
+
+    blocks: tuple[CheckpointableBlock, ...]
+    source: str  # how they were found
+    left_out: tuple[str, ...] = ()  # module paths with parameters that no block covers
+
+
 def declare_blocks(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> tuple[CheckpointableBlock, ...]:
-    raise NotImplementedError
+    """The chain of blocks, in the order in which the model runs them.
+
+    Args:
+        model: the module that holds every block.
+        blocks: ``(block_id, module)`` pairs.
+
+    Raises:
+        BlockDeclarationError: an id that is empty, not text or used twice; a module that the model
+            does not hold, that is declared twice, or that lies inside another block.
+    """
+    inside = {id(module) for module in model.modules()}
+    taken_ids: set[str] = set()
+    owner: dict[int, str] = {}
+    declared = []
+    for order, entry in enumerate(blocks):
+        try:
+            block_id, module = entry
+        except (TypeError, ValueError):
+            raise BlockDeclarationError(f"block {order} is {entry!r}; expected a pair (block_id, module)") from None
+        if not isinstance(block_id, str) or not block_id:
+            raise BlockDeclarationError(f"block {order} has the id {block_id!r}; expected a text that is not empty")
+        if block_id in taken_ids:
+            raise BlockDeclarationError(f"block id {block_id!r} is used twice; every block needs a name of its own")
+        if not isinstance(module, nn.Module):
+            raise BlockDeclarationError(f"block {block_id!r} is a {type(module).__name__}; expected a torch.nn.Module")
+        if id(module) not in inside:
+            raise BlockDeclarationError(f"block {block_id!r} is not a submodule of {type(model).__name__}")
+        for part in module.modules():
+            if id(part) in owner:
+                relation = "declared twice" if part is module else f"inside another block or shares {type(part).__name__}"
+                raise BlockDeclarationError(
+                    f"block {block_id!r} is {relation} (with {owner[id(part)]!r}); blocks must not overlap"
+                )
+        owner.update((id(part), block_id) for part in module.modules())
+        taken_ids.add(block_id)
+        declared.append(CheckpointableBlock(block_id, order, module))
+    return tuple(declared)
+
+
+def select_blocks(model: nn.Module, paths: Sequence[str] | None = None) -> BlockSelection:
+    """The blocks named by module paths or globs (``layers.*``), else those the model declares or holds as a list.
+
+    Without ``paths``: what ``model.declared_blocks()`` gives, else every ``ModuleList`` or
+    ``Sequential`` of two or more members that lies in no other such list. Whether these run once
+    and in order is seen when they are measured (``measure.trace_chain``).
+
+    Raises:
+        BlockDeclarationError: a path that names nothing (with the nearest ones), or a model without lists.
+    """
+    if paths:
+        pairs, source = _match(model, paths), f"the paths {', '.join(paths)}"
+    elif callable(getattr(model, "declared_blocks", None)):
+        pairs, source = list(model.declared_blocks()), f"what {type(model).__name__} declares"  # type: ignore[operator]
+    else:
+        lists = _outermost_lists(model)
+        if not lists:
+            raise BlockDeclarationError(
+                f"{type(model).__name__} holds no list of blocks (ModuleList or Sequential with two or more members); "
+                f"name the blocks: 'blocks.paths=[{_example_path(model)}]'"
+            )
+        pairs = [(f"{path}.{name}", child) for path, holder in lists for name, child in holder.named_children()]
+        source = "the lists " + ", ".join(path for path, _ in lists)
+    blocks = declare_blocks(model, pairs)
+    return BlockSelection(blocks, source, _left_out(model, blocks))
+
+
+def _match(model: nn.Module, paths: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    modules = {path: module for path, module in model.named_modules() if path}
+    chosen: dict[str, nn.Module] = {}
+    for pattern in paths:
+        found = [path for path in modules if _path_matches(path, pattern)]
+        if not found:
+            near = difflib.get_close_matches(pattern.replace(".*", ".0"), modules, n=3, cutoff=0.3) or list(modules)[:3]
+            raise BlockDeclarationError(
+                f"blocks.paths: {pattern!r} names no module of {type(model).__name__}; nearest: {', '.join(near)}. "
+                "Give a module path or a glob in which * stands for one name, as 'blocks.paths=[layers.*]'"
+            )
+        chosen.update((path, modules[path]) for path in found)
+    return list(chosen.items())
+
+
+def _path_matches(path: str, pattern: str) -> bool:
+    """``*`` stands for one name: ``layers.*`` has ``layers.0`` but not ``layers.0.norm``."""
+    names, wanted = path.split("."), pattern.split(".")
+    return len(names) == len(wanted) and all(
+        fnmatch.fnmatchcase(n, w) for n, w in zip(names, wanted, strict=True)
+    )
+
+
+def _outermost_lists(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = []
+    for path, module in model.named_modules():
+        is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= 2
+        if path and is_list and not any(path.startswith(outer + ".") for outer, _ in found):
+            found.append((path, module))
+    return found
+
+
+def _example_path(model: nn.Module) -> str:
+    return next((path for path, _ in model.named_children()), "layers") + ".*"
+
+
+def _left_out(model: nn.Module, blocks: Sequence[CheckpointableBlock]) -> tuple[str, ...]:
+    covered = {id(part) for block in blocks for part in block.module.modules()}
+    return tuple(
+        path
+        for path, module in model.named_modules()
+        if path and id(module) not in covered and any(True for _ in module.parameters(recurse=False))
+    )

@@ -1,0 +1,183 @@
+"""Meters: how many bytes are alive while a piece of code runs.
+
+One protocol, three meters. A meter is a context manager; inside it ``mark(name)`` cuts the time into
+stretches; afterwards ``level(name)`` is the bytes alive at a mark and ``peak(a, b)`` the most alive
+between two marks, both relative to entering the meter. Never take time and memory in the same run.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch.autograd import profiler
+from torch.utils._python_dispatch import TorchDispatchMode  # pinned by tests/test_memory.py
+
+from ckptplan.trees import storage_key, tensors_in
+
+_MARK = "ckptplan mark "
+
+
+class MemoryMeter(Protocol):
+    """What measuring code needs of a meter."""
+
+    name: str
+
+    def __enter__(self) -> MemoryMeter: ...
+    def __exit__(self, kind: Any, error: Any, trace: TracebackType | None) -> None: ...
+    def mark(self, name: str) -> None: ...
+    def level(self, name: str) -> int: ...
+    def peak(self, start: str, end: str) -> int: ...
+
+
+class _Marks:
+    """Levels at marks and peaks between neighbouring marks; what every meter fills in."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.levels: list[int] = []
+        self.peaks_before: list[int] = []  # most bytes alive since the previous mark
+
+    def add(self, name: str, level_bytes: int, peak_bytes: int) -> None:
+        self.names.append(name)
+        self.levels.append(level_bytes)
+        self.peaks_before.append(peak_bytes)
+
+    def level(self, name: str) -> int:
+        return self.levels[self.names.index(name)]
+
+    def peak(self, start: str, end: str) -> int:
+        first, last = self.names.index(start), self.names.index(end)
+        return max([self.levels[first], *self.peaks_before[first + 1 : last + 1]])
+
+
+class CpuAllocatorMeter(_Marks):
+    """Real bytes of the CPU allocator, temporaries inside kernels included, from the profiler's memory events."""
+
+    name = "cpu"
+
+    def __enter__(self) -> CpuAllocatorMeter:
+        # torch 2.13's tracer prints a line to stderr at every start and stop unless told not to.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        self._profiler = profiler.profile(use_cpu=True, profile_memory=True)
+        self._profiler.__enter__()
+        return self
+
+    def mark(self, name: str) -> None:
+        with profiler.record_function(_MARK + name):
+            pass
+
+    def __exit__(self, kind: Any, error: Any, trace: TracebackType | None) -> None:
+        self._profiler.__exit__(kind, error, trace)
+        results = self._profiler.kineto_results
+        if results is None or kind is not None:
+            return
+        events = [e for e in results.events() if e.name() == "[memory]" or e.name().startswith(_MARK)]
+        level = peak = 0
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            if event.name() != "[memory]":
+                self.add(event.name()[len(_MARK) :], level, peak)
+                peak = level
+            elif event.device_type() == torch.autograd.DeviceType.CPU:
+                level += event.nbytes()
+                peak = max(peak, level)
+
+
+class CudaAllocatorMeter(_Marks):
+    """Bytes that PyTorch's CUDA caching allocator has handed out (its 512-byte rounding included).
+
+    Resets the device's peak statistics. ``reserved_peak_bytes`` is what the allocator held in total.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.reserved_peak_bytes = 0
+
+    def __enter__(self) -> CudaAllocatorMeter:
+        torch.cuda.synchronize(self.device)
+        self._start = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return self
+
+    def mark(self, name: str) -> None:
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - self._start
+        self.add(name, torch.cuda.memory_allocated(self.device) - self._start, peak)
+        self.reserved_peak_bytes = max(self.reserved_peak_bytes, torch.cuda.max_memory_reserved(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def __exit__(self, kind: Any, error: Any, trace: TracebackType | None) -> None:
+        return None
+
+
+class LiveStorageMeter(_Marks):
+    """Bytes of tensors made by operators and still alive; sees no temporaries inside kernels.
+
+    Needs no device: it counts fake tensors as well as real ones.
+    """
+
+    name = "live"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mode = _LiveStorages()
+
+    def __enter__(self) -> LiveStorageMeter:
+        self._mode.__enter__()
+        return self
+
+    def mark(self, name: str) -> None:
+        self.add(name, self._mode.level_bytes, self._mode.peak_bytes)
+        self._mode.peak_bytes = self._mode.level_bytes
+
+    def __exit__(self, kind: Any, error: Any, trace: TracebackType | None) -> None:
+        self._mode.__exit__(kind, error, trace)
+
+
+class _LiveStorages(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.level_bytes = 0
+        self.peak_bytes = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def _release(self, size_bytes: int) -> None:
+        self.level_bytes -= size_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+        out = func(*args, **kwargs)
+        for tensor in tensors_in(out):
+            storage = tensor.untyped_storage()
+            if storage in self._known or storage_key(tensor) in given:
+                continue
+            self._known.add(storage)
+            self.level_bytes += storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.level_bytes)
+            weakref.finalize(storage, self._release, storage.nbytes())
+        return out
+
+
+def make_meter(device: torch.device | str, kind: str = "auto") -> MemoryMeter:
+    """A fresh meter: "auto" (the device's own allocator), "cpu", "cuda" or "live".
+
+    Raises:
+        ValueError: an unknown kind, or an allocator meter that does not belong to the device.
+    """
+    device = torch.device(device)
+    if kind == "auto":
+        kind = device.type if device.type in ("cpu", "cuda") else "live"
+    if kind == "live":
+        return LiveStorageMeter()
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"memory={kind!r} is not a meter; expected one of auto, cpu, cuda, live, off")
+    if kind != device.type:
+        raise ValueError(f"memory={kind!r} cannot measure device {device}; use memory='auto' or 'live'")
+    return CudaAllocatorMeter(device) if kind == "cuda" else CpuAllocatorMeter()
