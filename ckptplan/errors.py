@@ -87,3 +87,30 @@ class UnsupportedPlanVersionError(CkptplanError):
 
 class PlannerScaleError(CkptplanError):
     """The instance is beyond the bound that this planner states for itself."""
+
+
+class NonFiniteError(CkptplanError):
+    """Training met NaN or infinite losses or gradients too many times in a row.
+
+    Attributes:
+        step: the optimizer step (from 1) at which the run gave up.
+        consecutive: how many updates in a row were not finite.
+    """
+
+    def __init__(self, message: str, *, step: int, consecutive: int) -> None:
+        super().__init__(message)
+        self.step = step
+        self.consecutive = consecutive
+
+
+class RunInterruptedError(CkptplanError):
+    """A signal asked the run to end in a phase that has no partial result, such as profiling.
+
+    Attributes:
+        signal_number, signal_name: which one, e.g. 15 and "SIGTERM".
+    """
+
+    def __init__(self, signal_number: int, signal_name: str) -> None:
+        super().__init__(f"interrupted by {signal_name}")
+        self.signal_number = signal_number
+        self.signal_name = signal_name
