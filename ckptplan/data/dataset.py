@@ -1,0 +1,61 @@
+"""Samples by number, served in batches: shuffling, the last short batch, and starting in the middle of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ckptplan.data import Batch
+from ckptplan.data.checks import require_int
+from ckptplan.data.order import epoch_order
+from ckptplan.data.spec import DataSpec
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A data source. Sample numbers 0 .. num_train_samples - 1 are for training, the next num_eval_samples for evaluation.
+
+    Attributes:
+        spec: the form of a batch.
+        read: (int64 sample numbers) -> Batch of these samples, in this order; the same numbers give the same batch.
+        batch_size: samples per micro-batch; the last one of an epoch holds what is left.
+        seed: with the epoch, decides the order of the training samples.
+    """
+
+    spec: DataSpec
+    read: Callable[[Tensor], Batch]
+    num_train_samples: int
+    num_eval_samples: int
+    batch_size: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_int("batch_size", self.batch_size)
+        require_int("num_train_samples", self.num_train_samples)
+        require_int("num_eval_samples", self.num_eval_samples, minimum=0)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Micro-batches in one epoch, a last short one included."""
+        return -(-self.num_train_samples // self.batch_size)
+
+    def epoch_batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The micro-batches of one epoch, from number ``start`` (0-based) on; those before it are not read."""
+        require_int("epoch", epoch, minimum=0)
+        if require_int("start", start, minimum=0) > self.batches_per_epoch:
+            raise ValueError(
+                f"start={start}; an epoch has {self.batches_per_epoch} batches, expected 0 <= start <= that"
+            )
+        order = epoch_order(self.num_train_samples, self.seed, epoch)
+        return self._batches(order[start * self.batch_size :])
+
+    def eval_batches(self) -> Iterator[Batch]:
+        """All evaluation samples, always in the same order."""
+        return self._batches(torch.arange(self.num_train_samples, self.num_train_samples + self.num_eval_samples))
+
+    def _batches(self, numbers: Tensor) -> Iterator[Batch]:
+        # split() of an empty tensor gives one empty piece
+        return (self.read(part) for part in numbers.split(self.batch_size) if len(part))

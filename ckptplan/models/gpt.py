@@ -1,0 +1,74 @@
+"""A GPT: a decoder-only language model, on bytes unless told otherwise."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ckptplan.data.checks import require_int
+from ckptplan.data.spec import DataSpec
+from ckptplan.models.chain import ChainModel
+from ckptplan.models.transformer import TransformerBlock, check_sizes, init_weights
+
+
+class GPT(ChainModel):
+    """Token and position embeddings, pre-norm blocks with causal attention, a norm and a linear head.
+
+    Args:
+        layers: number of blocks.
+        width: features per position, a multiple of ``heads``.
+        heads: attention heads per block.
+        sequence_length: longest input, in tokens.
+        vocab_size: number of different tokens; 256 is bytes.
+        dropout: probability of dropping, in the embedding, the attention and both branches.
+        tie_weights: the head uses the token embedding's matrix.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        width: int,
+        heads: int,
+        sequence_length: int,
+        vocab_size: int = 256,
+        dropout: float = 0.0,
+        tie_weights: bool = False,
+    ) -> None:
+        super().__init__()
+        check_sizes(layers, width, heads, dropout)
+        require_int("sequence_length", sequence_length)
+        require_int("vocab_size", vocab_size, minimum=2)
+        self.expects = DataSpec("tokens", vocab_size=vocab_size, sequence_length=sequence_length)
+        self.sequence_length = sequence_length
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.positions = nn.Embedding(sequence_length, width)
+        self.drop = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(TransformerBlock(width, heads, dropout, causal=True) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        if tie_weights:
+            self.head.weight = self.tokens.weight
+        init_weights(self, layers)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Tokens int64 (B, T), T up to ``sequence_length`` -> logits (B, T, vocab_size)."""
+        x = self.embed(inputs)
+        for block in self.layers:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def embed(self, inputs: Tensor) -> Tensor:
+        """What stands before the blocks: (B, T) -> (B, T, width)."""
+        if inputs.ndim != 2 or inputs.is_floating_point():
+            raise ValueError(
+                f"inputs of shape {tuple(inputs.shape)}, {inputs.dtype}; expected int64 tokens (batch, time)"
+            )
+        length = inputs.shape[1]
+        if length > self.sequence_length:
+            raise ValueError(
+                f"inputs have {length} tokens per sequence; expected at most sequence_length={self.sequence_length} "
+                f"(shorten the sequences, or build the model with sequence_length={length})"
+            )
+        positions = torch.arange(length, device=inputs.device)
+        return self.drop(self.tokens(inputs) + self.positions(positions))
