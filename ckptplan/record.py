@@ -1,0 +1,364 @@
+"""What a run leaves behind: ``metrics.jsonl`` line by line and ``result.json`` at the end. Torch-free.
+
+An unknown figure is null, never 0 or NaN. Both files are valid JSON whatever the run computed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ckptplan.errors import CkptplanError
+
+log = logging.getLogger(__name__)
+
+RESULT_SCHEMA = "ckptplan.result/1"
+
+# The process ends with the code of its status; SIGTERM makes "interrupted" 143 (see `exit_code`).
+STATUS_EXIT_CODES: dict[str, int] = {
+    "ok": 0,
+    "failed": 1,
+    "infeasible": 3,
+    "over_budget": 4,
+    "oom": 5,
+    "mismatch": 6,
+    "timeout": 124,
+    "interrupted": 130,
+}
+
+# Every key a line of metrics.jsonl may have, in this order.
+METRIC_KEYS = (
+    "step",  # optimizer step, from 1
+    "epoch",  # from 0
+    "train/loss",  # mean over the targets of the step's accumulation window
+    "lr",  # the rate this step used
+    "grad_norm",  # before clipping
+    "step_s",  # wall time, reading the data included
+    "peak_bytes",  # most bytes allocated on the device during the step; null on CPU
+    "skipped_updates",  # only on steps whose update was skipped: how many so far
+    "eval/loss",  # only on evaluation lines
+    "eval_s",
+)
+
+
+def exit_code(status: str, signal_number: int | None = None) -> int:
+    """The exit code for a status; ``128 + signal_number`` where a signal ended the run."""
+    if status not in STATUS_EXIT_CODES:
+        raise ValueError(f"status={status!r} is unknown; expected one of {', '.join(STATUS_EXIT_CODES)}")
+    if status == "interrupted" and signal_number is not None:
+        return 128 + signal_number
+    return STATUS_EXIT_CODES[status]
+
+
+# --- result.json: one mutable record, filled as the run goes, so that a run that dies half-way leaves what it knew ---
+
+
+@dataclass(slots=True)
+class ErrorRecord:
+    type: str
+    message: str
+    signal: str | None = None
+
+
+@dataclass(slots=True)
+class PlanRecord:
+    text: str | None = None
+    digest: str | None = None
+    solve_s: float | None = None
+    kept: int | None = None
+    recomputed: int | None = None
+    selective: int | None = None
+    optimality_gap: float | None = None
+
+
+@dataclass(slots=True)
+class BudgetRecord:
+    kind: str | None = None
+    value: float | int | str | None = None
+    bytes: int | None = None
+    margin_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class MemoryRecord:
+    no_checkpoint_predicted_peak_bytes: int | None = None
+    no_checkpoint_measured_peak_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    prediction_error: float | None = None  # (predicted - measured) / measured
+    within_budget: bool | None = None
+    smallest_reachable_bytes: int | None = None
+    peak_at: str | None = None
+    weights_bytes: int | None = None
+    gradients_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    device_peak_bytes: int | None = None
+    device_reserved_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class StepTimes:
+    mean: float | None = None
+    p50: float | None = None
+    p95: float | None = None
+    std: float | None = None
+    n: int | None = None
+
+
+@dataclass(slots=True)
+class LatencyRecord:
+    step_ms: StepTimes = field(default_factory=StepTimes)
+    no_checkpoint_step_ms: StepTimes = field(default_factory=StepTimes)
+    overhead_ratio: float | None = None
+    predicted_overhead_ratio: float | None = None
+    recompute_flops_ratio: float | None = None
+
+
+@dataclass(slots=True)
+class GradientsRecord:
+    checked: bool = False
+    reference: str | None = None  # what they were compared with, or why they were not
+    max_abs_diff: float | None = None
+    max_rel_diff: float | None = None
+    bitwise_equal: bool | None = None
+    passed: bool | None = None
+
+
+@dataclass(slots=True)
+class TrainingRecord:
+    steps: int | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+
+
+@dataclass(slots=True)
+class TimingRecord:
+    profile_s: float | None = None
+    plan_s: float | None = None
+    apply_s: float | None = None
+    train_s: float | None = None
+    total_s: float | None = None
+
+
+@dataclass(slots=True)
+class RunResult:
+    """Everything ``result.json`` holds. ``notes`` says why a figure is null where that is not plain."""
+
+    status: str = "failed"
+    error: ErrorRecord | None = None
+    config_hash: str | None = None
+    name: str | None = None
+    planner: str | None = None
+    plan: PlanRecord = field(default_factory=PlanRecord)
+    model: str | None = None
+    data: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    seed: int | None = None
+    torch: str | None = None
+    budget: BudgetRecord = field(default_factory=BudgetRecord)
+    memory: MemoryRecord = field(default_factory=MemoryRecord)
+    latency: LatencyRecord = field(default_factory=LatencyRecord)
+    gradients: GradientsRecord = field(default_factory=GradientsRecord)
+    training: TrainingRecord = field(default_factory=TrainingRecord)
+    timing: TimingRecord = field(default_factory=TimingRecord)
+    environment: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object: NaN and infinite figures become null and a note says so."""
+        if self.status not in STATUS_EXIT_CODES:
+            raise ValueError(f"status={self.status!r} is unknown; expected one of {', '.join(STATUS_EXIT_CODES)}")
+        reasons: list[str] = []
+        plain = _finite({"schema": RESULT_SCHEMA, **asdict(self)}, "", reasons)
+        plain["notes"] += [reason for reason in reasons if reason not in plain["notes"]]
+        return dict(plain)
+
+
+def _finite(value: Any, path: str, reasons: list[str]) -> Any:
+    """A copy with null for what JSON has no number for; each replacement is named in ``reasons``."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner, f"{path}/{key}" if path else str(key), reasons) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner, f"{path}/{index}", reasons) for index, inner in enumerate(value)]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        reasons.append(f"{path} came out as {value}, so it is unknown")
+        return None
+    raise TypeError(f"{path} is a {type(value).__name__}; a record holds numbers, text, true, false and null")
+
+
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"memory": {"peak_at": ...}}`` as ``{"memory/peak_at": ...}``: the names figures have in a tracker."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        name = f"{prefix}/{key}" if prefix else key
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, name))
+        else:
+            flat[name] = value
+    return flat
+
+
+def load_result(path: str | Path) -> dict[str, Any]:
+    """Read ``result.json`` (the file or its run folder) back as a dict with every key of the schema.
+
+    Raises ``CkptplanError`` naming the file when it is no result, is cut off, has another schema or
+    other keys than this version writes.
+    """
+    path = Path(path)
+    path = path / "result.json" if path.is_dir() else path
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CkptplanError(f"{path} is not valid JSON ({error}); the run that wrote it did not end") from error
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if schema != RESULT_SCHEMA:
+        raise CkptplanError(f"{path} has schema {schema!r}; this version reads {RESULT_SCHEMA!r}")
+    faults = _key_faults(found, RunResult, "", extra=("schema",))
+    if faults:
+        raise CkptplanError(f"{path}: {'; '.join(faults)}")
+    return dict(found)
+
+
+def _key_faults(found: Mapping[str, Any], kind: type, path: str, extra: tuple[str, ...] = ()) -> list[str]:
+    sections = {f.name: f.default_factory for f in fields(kind) if is_dataclass(f.default_factory)}  # type: ignore[misc]
+    expected = {f.name for f in fields(kind)} | set(extra)
+    faults = [f"unknown key {path}{key}" for key in sorted(found.keys() - expected)]
+    faults += [f"missing key {path}{key}" for key in sorted(expected - found.keys())]
+    for name, section in sections.items():
+        if name not in found:
+            continue
+        if isinstance(found[name], Mapping):
+            faults += _key_faults(found[name], section, f"{path}{name}/")  # type: ignore[arg-type]
+        else:
+            faults.append(f"{path}{name} is not an object")
+    return faults
+
+
+# --- writing ---
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` so that a reader finds the old file or the whole new one, never a part."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes it private to the user; the other files of a run are not
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+class RunRecorder:
+    """Writes the records of one run into its folder, which must exist.
+
+    ``metrics.jsonl`` gets one line per call of ``log``, flushed, so that a killed run keeps every step it
+    finished.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+
+    def log(self, row: Mapping[str, float | int | None]) -> None:
+        """Append one line. Keys are those of ``METRIC_KEYS``; NaN and infinity are written as null."""
+        unknown = sorted(row.keys() - set(METRIC_KEYS))
+        if unknown:
+            raise ValueError(f"metrics {unknown} are unknown; metrics.jsonl holds {', '.join(METRIC_KEYS)}")
+        self._metrics.write(json.dumps(_finite(row, "", []), allow_nan=False) + "\n")
+        self._metrics.flush()
+
+    def write_result(self, result: RunResult) -> Path:
+        """Write ``result.json`` whole or not at all; returns its path."""
+        plain = result.to_dict()
+        for note in plain["notes"][len(result.notes) :]:
+            log.warning("result.json: %s", note)
+        path = self.folder / "result.json"
+        write_atomic(path, json.dumps(plain, indent=2, allow_nan=False) + "\n")
+        return path
+
+    def close(self) -> None:
+        self._metrics.close()
+
+    def __enter__(self) -> RunRecorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def load_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl`` (the file or its run folder); a last line cut off by a kill is left out."""
+    path = Path(path)
+    text = (path / "metrics.jsonl" if path.is_dir() else path).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+# --- where it ran ---
+
+
+def environment(device: str | None = None) -> dict[str, Any]:
+    """What a reader needs to judge the figures: versions, machine, cores this process may use, commit of the code."""
+    commit, is_dirty = _git_state(Path(__file__).resolve().parent.parent)
+    return {
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "ckptplan": _version("ckptplan"),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "device": device,
+        "git_commit": commit,
+        "git_dirty": is_dirty,
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state(folder: Path) -> tuple[str | None, bool | None]:
+    """Commit and "has uncommitted changes" of the checkout this package runs from; None outside one."""
+    if not (folder / ".git").exists():
+        return None, None
+    try:
+        commit = _git(folder, "rev-parse", "HEAD")
+        return commit, bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.debug("no git commit recorded: %s", error)
+        return None, None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=5, check=True)
+    return done.stdout.strip()

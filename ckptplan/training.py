@@ -1,0 +1,481 @@
+"""The training loop. It takes any model; a plan, if one is applied, is none of its business.
+
+One optimizer step is one *window* of ``accumulate`` micro-batches. Windows never cross an epoch; the last,
+shorter window of an epoch is applied like any other. The loss of a window is the sum of its cross entropies
+divided by the number of its targets that are not to be ignored, so gradients equal those of the whole window
+in one batch however unevenly the targets are spread. A window without any such target gives zero gradients.
+
+Steps are counted from 1. Position in the data and learning rate are functions of the step alone, and
+evaluation and logging restore or never touch the random streams, so neither changes the training.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ckptplan.errors import NonFiniteError
+from ckptplan.optim import set_learning_rate
+from ckptplan.record import RunRecorder
+from ckptplan.stopping import StopFlag
+from ckptplan.tracking import Tracker
+from ckptplan.units import format_seconds
+
+if TYPE_CHECKING:
+    from ckptplan.data import Batch
+
+log = logging.getLogger(__name__)
+
+IGNORE_INDEX = -100
+
+
+class TrainingData(Protocol):
+    """What the loop asks of a data set."""
+
+    @property
+    def spec(self) -> Any: ...
+    @property
+    def batches_per_epoch(self) -> int: ...
+    def epoch_batches(self, epoch: int, start: int = 0) -> Iterator[Batch]: ...
+    def eval_batches(self) -> Iterator[Batch]: ...
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How to train.
+
+    Attributes:
+        steps: optimizer steps in total, those before ``start_step`` included.
+        accumulate: micro-batches per optimizer step.
+        clip_norm: gradients are scaled down to this 2-norm over all parameters; None: not clipped.
+        eval_every: evaluate every so many steps and after the last one; None: never.
+        log_every: without a terminal, a log line every so many steps.
+        autocast_dtype: ``torch.bfloat16``, ``torch.float16`` (with a loss scaler) or None.
+        device: where the model is and the batches go.
+        max_bad_steps: so many updates in a row with NaN or infinite values end the run.
+    """
+
+    steps: int
+    accumulate: int = 1
+    clip_norm: float | None = 1.0
+    eval_every: int | None = None
+    log_every: int = 10
+    autocast_dtype: torch.dtype | None = None
+    device: torch.device | str = "cpu"
+    max_bad_steps: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "accumulate", "log_every", "max_bad_steps"):
+            _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        _require("eval_every", self.eval_every, self.eval_every is None or self.eval_every >= 1, "at least 1, or null")
+        _require("clip_norm", self.clip_norm, self.clip_norm is None or self.clip_norm > 0, "above 0, or null")
+        allowed = (None, torch.bfloat16, torch.float16)
+        _require("autocast_dtype", self.autocast_dtype, self.autocast_dtype in allowed, "bfloat16, float16 or None")
+
+
+def _require(name: str, value: object, is_right: bool, expected: str) -> None:
+    if not is_right:
+        raise ValueError(f"{name}={value!r}; expected {expected}")
+
+
+@dataclass(frozen=True)
+class TrainSummary:
+    """What came of it.
+
+    Attributes:
+        steps: the last optimizer step done, counted from 1 over the whole training.
+        first_loss, last_loss: mean training loss over the first and the last tenth of the steps this call
+            did (at least one step each); None without any finite loss.
+        samples_per_s, tokens_per_s: over the time spent in steps, evaluations excluded; tokens for token data only.
+        skipped_updates: updates left out because of NaN or infinite values.
+        peak_bytes: most bytes allocated on the device in any step; None on CPU.
+        eval_loss: of the last evaluation, else None.
+        signal: name of the signal that interrupted it.
+    """
+
+    steps: int
+    ended: Literal["completed", "interrupted"]
+    first_loss: float | None
+    last_loss: float | None
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    train_s: float
+    skipped_updates: int = 0
+    peak_bytes: int | None = None
+    eval_loss: float | None = None
+    signal: str | None = None
+
+
+# --- the loss: shared with the code that measures, so that what is measured is what is trained ---
+
+
+def autocast(device: torch.device | str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """The autocast context of training and measuring alike; does nothing for ``dtype`` None.
+
+    The weight cache is off: it keeps a low-precision copy of every weight until the context ends, also of
+    the weights of recomputed blocks, which is most of what recomputing them would save. It is off for
+    unplanned steps too, because a weight used twice accumulates its gradient in low precision with the cache
+    and in float32 without, and the two runs have to agree.
+    """
+    return torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+
+
+def micro_batch_loss(model: nn.Module, batch: Batch, autocast_dtype: torch.dtype | None = None) -> tuple[Tensor, int]:
+    """Cross entropy summed over the targets that are not ``IGNORE_INDEX`` (a scalar), and their number.
+
+    ``model(inputs)`` gives logits (..., classes); ``batch.targets`` has their shape without the last axis.
+    The batch is on the model's device.
+    """
+    with autocast(batch.inputs.device, autocast_dtype):
+        logits = model(batch.inputs)
+        if logits.dtype in (torch.bfloat16, torch.float16):
+            logits = logits.float()  # a sum over thousands of tokens needs more than 8 bits of mantissa
+        loss_sum = functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+    return loss_sum, count_targets(batch)
+
+
+def count_targets(batch: Batch) -> int:
+    """How many targets of the batch count towards the loss."""
+    return int((batch.targets != IGNORE_INDEX).sum())
+
+
+def loss_of(model: nn.Module, batch: Batch, autocast_dtype: torch.dtype | None = None) -> Tensor:
+    """The scalar mean loss of one batch: what a training step with ``accumulate=1`` runs backward from."""
+    loss_sum, count = micro_batch_loss(model, batch, autocast_dtype)
+    return loss_sum / max(count, 1)
+
+
+def to_device(batch: Batch, device: torch.device | str) -> Batch:
+    return replace(batch, inputs=batch.inputs.to(device), targets=batch.targets.to(device))
+
+
+def accumulate_gradients(
+    model: nn.Module, window: list[Batch], settings: TrainSettings, scaler: torch.amp.GradScaler | None = None
+) -> float | None:
+    """Add the gradients of the window's mean loss to the parameters; returns that loss (None: no targets).
+
+    The divisor is known before the first backward, from the targets alone, so each micro-batch's graph is
+    freed before the next one is built: the peak does not depend on their number.
+    """
+    count = sum(count_targets(batch) for batch in window)
+    losses = [_backward(model, batch, max(count, 1), settings, scaler) for batch in window]
+    return float(torch.stack(losses).sum()) if count else None
+
+
+def _backward(
+    model: nn.Module, batch: Batch, divisor: int, settings: TrainSettings, scaler: torch.amp.GradScaler | None
+) -> Tensor:
+    loss_sum, _ = micro_batch_loss(model, to_device(batch, settings.device), settings.autocast_dtype)
+    loss = loss_sum / divisor
+    (scaler.scale(loss) if scaler else loss).backward()
+    return loss.detach()
+
+
+# --- evaluation ---
+
+
+@contextmanager
+def random_streams_kept(device: torch.device | str = "cpu") -> Iterator[None]:
+    """Put the random states of Python, NumPy, torch and the CUDA device back on leaving."""
+    is_cuda = torch.device(device).type == "cuda"
+    python, legacy_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[torch.device(device)] if is_cuda else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy_numpy)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode; afterwards each has its own earlier flag back (frozen norms stay frozen)."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in flags:
+            module.training = was_training
+
+
+def evaluate(
+    model: nn.Module, data: TrainingData, settings: TrainSettings, stop: Callable[[], bool] = lambda: False
+) -> float | None:
+    """Mean loss over all targets of ``data.eval_batches()``; None if there are none or ``stop`` cut it short."""
+    total, count = 0.0, 0
+    with random_streams_kept(settings.device), evaluation_mode(model), torch.no_grad():
+        for batch in data.eval_batches():
+            if stop():
+                return None
+            loss_sum, batch_count = micro_batch_loss(model, to_device(batch, settings.device), settings.autocast_dtype)
+            total += float(loss_sum)
+            count += batch_count
+    return total / count if count else None
+
+
+# --- one step, and all of them ---
+
+
+@dataclass(frozen=True)
+class _Step:
+    loss: float | None
+    grad_norm: float
+    was_applied: bool
+    scaler_backed_off: bool
+
+
+def _optimizer_step(
+    model: nn.Module,
+    window: list[Batch],
+    optimizer: torch.optim.Optimizer,
+    settings: TrainSettings,
+    scaler: torch.amp.GradScaler | None,
+) -> _Step:
+    loss = accumulate_gradients(model, window, settings, scaler)
+    if scaler:
+        scaler.unscale_(optimizer)
+    grad_norm = _clip(optimizer, settings.clip_norm)
+    loss_is_finite = loss is None or math.isfinite(loss)
+    is_finite = loss_is_finite and math.isfinite(grad_norm)
+    if is_finite:
+        scaler.step(optimizer) if scaler else optimizer.step()
+    if scaler:
+        scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    # With a scaler, overflowing gradients of a finite loss are how it finds its scale, until the scale is gone.
+    backed_off = scaler is not None and loss_is_finite and not is_finite and scaler.get_scale() >= 1.0
+    return _Step(loss, grad_norm, is_finite, backed_off)
+
+
+def _clip(optimizer: torch.optim.Optimizer, clip_norm: float | None) -> float:
+    """The gradients' 2-norm over all parameters, before clipping."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if clip_norm is None:
+        return float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    return float(nn.utils.clip_grad_norm_(parameters, clip_norm))
+
+
+def windows(data: TrainingData, accumulate: int, start_step: int = 0) -> Iterator[tuple[int, list[Batch]]]:
+    """The endless sequence of (epoch, micro-batches of one optimizer step), from step ``start_step + 1`` on."""
+    per_epoch = windows_per_epoch(data, accumulate)
+    epoch, skipped = divmod(start_step, per_epoch)
+    while True:
+        batches = iter(data.epoch_batches(epoch, start=skipped * accumulate))
+        for window in iter(lambda: list(islice(batches, accumulate)), []):  # noqa: B023 (used before the next loop)
+            yield epoch, window
+        epoch, skipped = epoch + 1, 0
+
+
+def windows_per_epoch(data: TrainingData, accumulate: int) -> int:
+    """Optimizer steps per epoch: the last window may be short."""
+    if data.batches_per_epoch < 1:
+        raise ValueError("the training data is empty: no batch in an epoch")
+    return math.ceil(data.batches_per_epoch / accumulate)
+
+
+def train(
+    model: nn.Module,
+    data: TrainingData,
+    optimizer: torch.optim.Optimizer,
+    *,
+    learning_rate_at: Callable[[int], float],
+    settings: TrainSettings,
+    recorder: RunRecorder | None = None,
+    tracker: Tracker | None = None,
+    stop: StopFlag | None = None,
+    start_step: int = 0,
+    console: Console | None = None,
+) -> TrainSummary:
+    """Train until ``settings.steps``, or until ``stop`` is set, which ends it after the step in hand.
+
+    Raises ``NonFiniteError`` after ``settings.max_bad_steps`` updates in a row with NaN or infinite loss or
+    gradients. Such an update is left out (its step is counted, so data and schedule go on), said once in the
+    log and counted. A model that keeps statistics in its forward (BatchNorm) has seen the bad batch all the same.
+    """
+    run = _Run(model, data, optimizer, learning_rate_at, settings, recorder, tracker, stop or StopFlag())
+    run.step = start_step
+    model.train()
+    optimizer.zero_grad(set_to_none=True)
+    with _progress(console or Console(stderr=True), settings, start_step) as report:
+        reading = windows(data, settings.accumulate, start_step)
+        while run.step < settings.steps and not run.stop():
+            row = run.do_step(reading)
+            report(run.step, row)
+            if run.is_evaluation_due():
+                run.evaluate()
+    return run.summary()
+
+
+class _Run:
+    """The state of one call of ``train``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: TrainingData,
+        optimizer: torch.optim.Optimizer,
+        learning_rate_at: Callable[[int], float],
+        settings: TrainSettings,
+        recorder: RunRecorder | None,
+        tracker: Tracker | None,
+        stop: StopFlag,
+    ) -> None:
+        self.model, self.data, self.optimizer, self.learning_rate_at = model, data, optimizer, learning_rate_at
+        self.settings, self.recorder, self.tracker, self.stop = settings, recorder, tracker, stop
+        self.device = torch.device(settings.device)
+        uses_scaler = settings.autocast_dtype == torch.float16
+        self.scaler = torch.amp.GradScaler(self.device.type) if uses_scaler else None
+        self.step = 0
+        self.epoch = 0
+        self.losses: list[float] = []
+        self.samples = self.tokens = 0
+        self.train_s = 0.0
+        self.skipped = self.bad_in_a_row = 0
+        self.peak_bytes: int | None = None
+        self.eval_loss: float | None = None
+
+    def do_step(self, reading: Iterator[tuple[int, list[Batch]]]) -> dict[str, float | int | None]:
+        """One optimizer step; returns its line of metrics."""
+        started = time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.epoch, window = next(reading)
+        rate = self.learning_rate_at(self.step + 1)
+        set_learning_rate(self.optimizer, rate)
+        done = _optimizer_step(self.model, window, self.optimizer, self.settings, self.scaler)
+        self.step += 1
+        step_s = time.perf_counter() - started  # reading the loss has waited for the device
+        self._count(window, step_s, done)
+        row: dict[str, float | int | None] = {
+            "step": self.step, "epoch": self.epoch, "train/loss": done.loss, "lr": rate,
+            "grad_norm": done.grad_norm, "step_s": step_s, "peak_bytes": self._device_peak(),
+        }  # fmt: skip
+        if not done.was_applied:
+            row["skipped_updates"] = self.skipped
+        self._write(row)
+        self._give_up_if_hopeless()
+        return row
+
+    def _count(self, window: list[Batch], step_s: float, done: _Step) -> None:
+        self.train_s += step_s
+        self.samples += sum(len(batch.targets) for batch in window)
+        self.tokens += sum(batch.targets.numel() for batch in window)
+        if done.loss is not None and math.isfinite(done.loss):
+            self.losses.append(done.loss)
+        if done.was_applied:
+            self.bad_in_a_row = 0
+            return
+        self.skipped += 1
+        if done.scaler_backed_off:
+            return
+        self.bad_in_a_row += 1
+        if self.skipped == self.bad_in_a_row == 1:
+            log.warning(
+                "step %d: loss %s, gradient norm %s: this update is skipped. Further ones are counted, not told; "
+                "%d in a row end the run. Try a lower learning rate, warm-up, or float32.",
+                self.step, done.loss, done.grad_norm, self.settings.max_bad_steps,
+            )  # fmt: skip
+
+    def _give_up_if_hopeless(self) -> None:
+        if self.bad_in_a_row >= self.settings.max_bad_steps:
+            raise NonFiniteError(
+                f"{self.bad_in_a_row} updates in a row had NaN or infinite loss or gradients, the last at step {self.step}; "
+                "the weights are those of the last good update. Try a lower optimizer.lr, scheduler.warmup_steps, "
+                "a smaller clip_norm, or runtime.dtype=float32",
+                step=self.step,
+                consecutive=self.bad_in_a_row,
+            )
+
+    def _device_peak(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        self.peak_bytes = max(self.peak_bytes or 0, peak_bytes)
+        return peak_bytes
+
+    def is_evaluation_due(self) -> bool:
+        every = self.settings.eval_every
+        return every is not None and (self.step % every == 0 or self.step == self.settings.steps)
+
+    def evaluate(self) -> None:
+        started = time.perf_counter()
+        loss = evaluate(self.model, self.data, self.settings, self.stop)
+        if loss is None:
+            return
+        self.eval_loss = loss if math.isfinite(loss) else None
+        eval_s = time.perf_counter() - started
+        self._write({"step": self.step, "epoch": self.epoch, "eval/loss": loss, "eval_s": eval_s})
+        log.info("step %d: evaluation loss %.4f (%s)", self.step, loss, format_seconds(eval_s))
+
+    def _write(self, row: dict[str, float | int | None]) -> None:
+        if self.recorder:
+            self.recorder.log(row)
+        if self.tracker:
+            self.tracker.log(row)
+
+    def summary(self) -> TrainSummary:
+        if self.skipped:
+            log.warning("%d of the updates were skipped because of NaN or infinite values", self.skipped)
+        is_text = getattr(self.data.spec, "kind", None) == "tokens"
+        tenth = max(1, len(self.losses) // 10)
+        return TrainSummary(
+            steps=self.step,
+            ended="completed" if self.step >= self.settings.steps else "interrupted",
+            first_loss=_mean(self.losses[:tenth]),
+            last_loss=_mean(self.losses[-tenth:]),
+            samples_per_s=self.samples / self.train_s if self.train_s else None,
+            tokens_per_s=self.tokens / self.train_s if self.train_s and is_text else None,
+            train_s=self.train_s,
+            skipped_updates=self.skipped,
+            peak_bytes=self.peak_bytes,
+            eval_loss=self.eval_loss,
+            signal=self.stop.signal_name,
+        )
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+# --- progress ---
+
+Report = Callable[[int, dict[str, float | int | None]], None]
+
+
+@contextmanager
+def _progress(console: Console, settings: TrainSettings, start_step: int) -> Iterator[Report]:
+    """A bar on a terminal; elsewhere a log line every ``log_every`` steps and for the first and last one."""
+    if console.is_terminal and not console.is_dumb_terminal:
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+        with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+            task = bar.add_task("training", total=settings.steps, completed=start_step, note="")
+            yield lambda step, row: bar.update(task, completed=step, note=_describe(row))
+        return
+
+    def log_line(step: int, row: dict[str, float | int | None]) -> None:
+        if step % settings.log_every == 0 or step in (start_step + 1, settings.steps):
+            log.info("step %d/%d  %s", step, settings.steps, _describe(row))
+
+    yield log_line
+
+
+def _describe(row: dict[str, float | int | None]) -> str:
+    loss = "none" if row["train/loss"] is None else f"{row['train/loss']:.4f}"
+    return f"loss {loss}  lr {row['lr']:.3g}  gradient norm {row['grad_norm']:.3g}  {format_seconds(row['step_s'])}"
