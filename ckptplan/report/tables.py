@@ -1,0 +1,249 @@
+"""The two tables of a run: what the plan does to each block, and what came of it.
+
+Both fit 80 columns, and a console that is no terminal prints them without colour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ckptplan.plan import CheckpointDecision, CheckpointPlan, Keep, PlanNode
+from ckptplan.profiles import BlockProfile, ChainProfile
+from ckptplan.units import format_bytes, format_ms, format_percent
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """What the plan does with one block.
+
+    Attributes:
+        retained_bytes: what the block holds from its forward to its backward.
+        added_time_ms: what recomputing it adds to a step; 0 for a kept block; None: not measured.
+    """
+
+    block_id: str
+    decision: str
+    retained_bytes: int | None
+    added_time_ms: float | None
+    reason: str
+
+
+PLAN_COLUMNS = ("block", "decision", "retained_bytes", "added_time_ms", "reason")
+
+
+def plan_rows(profile: ChainProfile, plan: CheckpointPlan) -> tuple[PlanRow, ...]:
+    """One row per block, in chain order."""
+    words = dict(_decision_words(plan.nodes))
+    return tuple(
+        _plan_row(block, decision, words.get(index, "keep"))
+        for index, (block, decision) in enumerate(zip(profile, plan.decisions, strict=True))
+    )
+
+
+def _plan_row(block: BlockProfile, decision: CheckpointDecision, words: str) -> PlanRow:
+    if not decision.checkpointed:
+        added_time_ms: float | None = 0.0
+        cost = block.keep
+    else:
+        added_time_ms = block.recompute_time_ms if decision.recompute_time_ms is None else decision.recompute_time_ms
+        cost = block.recompute
+    retained_bytes = decision.retained_bytes
+    if retained_bytes is None and cost is not None:
+        retained_bytes = cost.saved_bytes
+    reason = decision.reason or decision.exclusion_reason or ""
+    return PlanRow(decision.block_id, words, retained_bytes, added_time_ms, reason)
+
+
+def _decision_words(nodes: Iterable[PlanNode], segments: tuple[str, ...] = ()) -> Iterable[tuple[int, str]]:
+    """``keep``, ``recompute`` (alone), ``recompute in 1-4`` (a segment), ``recompute in 1-4, 3-4`` (a nest)."""
+    for node in nodes:
+        if isinstance(node, Keep):
+            yield node.block, f"recompute in {', '.join(segments)}" if segments else "keep"
+            continue
+        blocks = [block for block, _ in _decision_words(node.children)]
+        if len(blocks) == 1 and not segments:
+            yield blocks[0], "recompute"
+        else:
+            yield from _decision_words(node.children, (*segments, f"{blocks[0]}-{blocks[-1]}"))
+
+
+def _plain_table(**options: Any) -> Table:
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 0), pad_edge=False, **options)
+
+
+def plan_table(profile: ChainProfile, plan: CheckpointPlan, console: Console | None = None) -> None:
+    """Print the plan block by block; consecutive blocks with the same figures share a row."""
+    console = console or Console()
+    table = _plain_table(title=_plan_title(plan), title_justify="left")
+    table.add_column("block", overflow="fold", max_width=28)
+    table.add_column("decision", max_width=18)
+    for name in ("keeps", "adds"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("why", ratio=1)
+    rows = plan_rows(profile, plan)
+    for same in _runs(rows):
+        table.add_row(*_cells(same))
+    recomputed = sum(row.decision != "keep" for row in rows)
+    table.add_section()
+    table.add_row(f"{len(rows)} blocks", f"{recomputed} recomputed", _total_bytes(rows), _total_time(rows), "")
+    console.print(table)
+
+
+def _runs(rows: tuple[PlanRow, ...]) -> Iterable[list[PlanRow]]:
+    for _, same in groupby(rows, key=lambda row: (row.decision, row.retained_bytes, row.added_time_ms, row.reason)):
+        yield list(same)
+
+
+def _cells(same: list[PlanRow]) -> tuple[Text, Text, str, str, Text]:
+    first = same[0]
+    times = "" if len(same) == 1 else f" x{len(same)}"
+    added = "-" if first.added_time_ms == 0 else format_ms(first.added_time_ms)
+    style = "" if first.decision == "keep" else "yellow"
+    return (
+        Text(_range_name(first.block_id, same[-1].block_id)),  # Text, not str: block paths may hold [brackets], which rich reads as markup
+        Text(first.decision + times, style=style),
+        format_bytes(first.retained_bytes),
+        added,
+        Text(first.reason),
+    )
+
+
+def _range_name(first: str, last: str) -> str:
+    """``layers.3`` to ``layers.7`` as ``layers.3-7``."""
+    if first == last:
+        return first
+    prefix, dot, number = last.rpartition(".")
+    return f"{first}-{number}" if dot and first.startswith(prefix + dot) else f"{first} - {last}"
+
+
+def _total_bytes(rows: tuple[PlanRow, ...]) -> str:
+    known = [row.retained_bytes for row in rows if row.retained_bytes is not None]
+    return format_bytes(sum(known)) if len(known) == len(rows) else format_bytes(None)
+
+
+def _total_time(rows: tuple[PlanRow, ...]) -> str:
+    known = [row.added_time_ms for row in rows if row.added_time_ms is not None]
+    return format_ms(sum(known)) if len(known) == len(rows) else format_ms(None)
+
+
+def _plan_title(plan: CheckpointPlan) -> str:
+    peak = f"predicted peak {format_bytes(plan.predicted_peak_bytes)}"
+    budget = "" if plan.budget_bytes is None else f" of {format_bytes(plan.budget_bytes)} allowed"
+    return f"plan by {plan.planner}: {peak}{budget}"
+
+
+def result_table(result: Mapping[str, Any], console: Console | None = None, paths: Mapping[str, str] | None = None) -> None:
+    """Print the figures of ``result.json`` with what was predicted beside what was measured.
+
+    ``paths`` are further lines: what each file is, and where it lies.
+    """
+    console = console or Console()
+    table = _plain_table()
+    table.add_column("", no_wrap=True)
+    table.add_column("predicted", justify="right", no_wrap=True)
+    table.add_column("measured", justify="right", no_wrap=True)
+    table.add_column("", ratio=1)
+    for row in _result_rows(result):
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(_headline(result))
+    console.print(table)
+    for line in _closing_lines(result, paths or {}):
+        # one line each, whatever the width: a path that is broken cannot be copied
+        console.print(Text(line), soft_wrap=True)
+
+
+def _headline(result: Mapping[str, Any]) -> Text:
+    status = str(result["status"])
+    text = Text(f"{status}", style="bold green" if status == "ok" else "bold red")
+    plan = result["plan"]
+    what = f": {result['model']} on {result['data']}, {result['device']} {result['dtype']}, planner {result['planner']}"
+    text.append(what, style="not bold default")
+    if plan["kept"] is not None:
+        text.append(f", {plan['kept']} blocks kept, {plan['recomputed']} recomputed", style="not bold default")
+    return text
+
+
+def _result_rows(result: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]:
+    memory, latency, budget = result["memory"], result["latency"], result["budget"]
+    yield "budget", "", "none" if budget["bytes"] is None else format_bytes(budget["bytes"]), _budget_words(budget)
+    yield (
+        "peak with the plan",
+        format_bytes(memory["predicted_peak_bytes"]),
+        format_bytes(memory["measured_peak_bytes"]),
+        _peak_words(memory),
+    )
+    yield (
+        "peak without",
+        format_bytes(memory["no_checkpoint_predicted_peak_bytes"]),
+        format_bytes(memory["no_checkpoint_measured_peak_bytes"]),
+        "",
+    )
+    yield "smallest reachable", format_bytes(memory["smallest_reachable_bytes"]), "", ""
+    yield "step with the plan", "", format_ms(latency["step_ms"]["p50"]), _spread(latency["step_ms"])
+    yield "step without", "", format_ms(latency["no_checkpoint_step_ms"]["p50"]), _spread(latency["no_checkpoint_step_ms"])
+    yield (
+        "time added",
+        format_percent(latency["predicted_overhead_ratio"]),
+        format_percent(latency["overhead_ratio"]),
+        "",
+    )
+    yield "gradients", "", _gradient_words(result["gradients"]), _gradient_detail(result["gradients"])
+    yield "loss", "", _loss_words(result["training"]), _throughput(result["training"])
+
+
+def _budget_words(budget: Mapping[str, Any]) -> str:
+    words = "" if budget["kind"] is None else f"{budget['kind']} = {budget['value']}"
+    return f"{words}, margin {format_bytes(budget['margin_bytes'])}" if budget["margin_bytes"] else words
+
+
+def _peak_words(memory: Mapping[str, Any]) -> str:
+    error = memory["prediction_error"]
+    within = {True: "within budget", False: "OVER BUDGET", None: ""}[memory["within_budget"]]
+    off = "" if error is None else f"prediction off by {error * 100:+.2f} %"
+    at = "" if memory["peak_at"] is None else f"set by {memory['peak_at']}"
+    return "; ".join(words for words in (within, off, at) if words)
+
+
+def _spread(times: Mapping[str, Any]) -> str:
+    return "" if times["n"] is None else f"median of {times['n']}, p95 {format_ms(times['p95'])}"
+
+
+def _gradient_words(gradients: Mapping[str, Any]) -> str:
+    if not gradients["checked"]:
+        return "not checked"
+    if gradients["bitwise_equal"]:
+        return "bitwise equal"
+    return "equal within tolerance" if gradients["passed"] else "DIFFERENT"
+
+
+def _gradient_detail(gradients: Mapping[str, Any]) -> str:
+    if gradients["checked"] and not gradients["bitwise_equal"] and gradients["max_rel_diff"] is not None:
+        return f"largest relative difference {gradients['max_rel_diff']:.3g}"
+    return "" if gradients["reference"] is None else str(gradients["reference"])
+
+
+def _loss_words(training: Mapping[str, Any]) -> str:
+    first, last = training["first_loss"], training["last_loss"]
+    return "not trained" if first is None or last is None else f"{first:.4f} -> {last:.4f}"
+
+
+def _throughput(training: Mapping[str, Any]) -> str:
+    rates = ((training["samples_per_s"], "samples/s"), (training["tokens_per_s"], "tokens/s"))
+    words = [f"{rate:,.0f} {unit}" for rate, unit in rates if rate is not None]
+    return "; ".join([f"{training['steps']} steps", *words]) if training["steps"] is not None else ""
+
+
+def _closing_lines(result: Mapping[str, Any], paths: Mapping[str, str]) -> Iterable[str]:
+    if result["error"] is not None:
+        yield f"{result['error']['type']}: {result['error']['message']}"
+    yield from (f"note: {note}" for note in result["notes"])
+    width = max((len(name) for name in paths), default=0)
+    yield from (f"{name:<{width}}  {path}" for name, path in paths.items())
