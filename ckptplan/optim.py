@@ -85,7 +85,8 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
     if optimizer.state:
         return _state_bytes(optimizer)
     try:
-        twin = type(optimizer)([_meta_group(group) for group in optimizer.param_groups])
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = type(optimizer)
+        twin = make([_meta_group(group) for group in optimizer.param_groups])
         twin.step()
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         log.warning("the state of %s is unknown before its first step: %s", type(optimizer).__name__, error)

@@ -11,7 +11,6 @@ import math
 import os
 import platform
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from importlib import metadata
@@ -246,7 +245,7 @@ def _key_faults(found: Mapping[str, Any], kind: type, path: str, extra: tuple[st
         if name not in found:
             continue
         if isinstance(found[name], Mapping):
-            faults += _key_faults(found[name], section, f"{path}{name}/")  # type: ignore[arg-type]
+            faults += _key_faults(found[name], section, f"{path}{name}/")
         else:
             faults.append(f"{path}{name} is not an object")
     return faults
@@ -257,23 +256,16 @@ def _key_faults(found: Mapping[str, Any], kind: type, path: str, extra: tuple[st
 
 def write_atomic(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` so that a reader finds the old file or the whole new one, never a part."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes it private to the user; the other files of a run are not
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
 
 
 class RunRecorder:
@@ -285,7 +277,7 @@ class RunRecorder:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
 
     def log(self, row: Mapping[str, float | int | None]) -> None:
         """Append one line. Keys are those of ``METRIC_KEYS``; NaN and infinity are written as null."""
@@ -310,7 +302,9 @@ class RunRecorder:
     def __enter__(self) -> RunRecorder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

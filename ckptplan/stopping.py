@@ -71,7 +71,9 @@ class StopFlag:
             self._earlier[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._earlier.items():
             # None: installed from C, which Python cannot put back; the default is the nearest thing
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

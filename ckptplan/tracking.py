@@ -12,12 +12,13 @@ import netrc
 import os
 import secrets
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import urlparse
 
-from ckptplan.record import METRIC_KEYS, flatten
+from ckptplan.record import METRIC_KEYS, flatten, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +26,11 @@ Cell = str | float | int | bool | None
 WandbMode = Literal["offline", "auto", "online", "disabled"]
 
 
+ONLINE_TIMEOUT_S = 20.0  # W&B's own is 90: long after anybody has stopped to wait
+
+
 class Tracker(Protocol):
-    """The lifetime is start, then any number of calls, then finish. No method raises because of the tracker."""
+    """The lifetime is start, then any number of calls, then finish."""
 
     def start(self, config: Mapping[str, Any], name: str | None = None, group: str | None = None) -> None:
         """Begin the run; ``config`` is the resolved, plain configuration."""
@@ -56,3 +60,247 @@ class NoTracker:
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None: ...
     def curve(self, name: str, columns: tuple[str, str], points: Sequence[tuple[float, float]]) -> None: ...
     def finish(self, status: str) -> None: ...
+
+
+class CsvTracker:
+    """``logger=csv``: ``metrics.csv``, ``summary.csv`` and one file per table in the run folder, for a spreadsheet.
+
+    A figure that is unknown is an empty cell.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._metrics = self.folder / "metrics.csv"
+
+    def start(self, config: Mapping[str, Any], name: str | None = None, group: str | None = None) -> None:
+        if not self._metrics.exists():
+            self._append([METRIC_KEYS])
+
+    def log(self, row: Mapping[str, float | int | None]) -> None:
+        self._append([[row.get(key) for key in METRIC_KEYS]])
+
+    def summary(self, result: Mapping[str, Any]) -> None:
+        self.table("summary", ("figure", "value"), list(flatten(result).items()))
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        with (self.folder / f"{name.replace('/', '_')}.csv").open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([columns, *rows])
+
+    def curve(self, name: str, columns: tuple[str, str], points: Sequence[tuple[float, float]]) -> None:
+        self.table(name, columns, points)
+
+    def finish(self, status: str) -> None: ...
+
+    def _append(self, rows: Sequence[Sequence[Cell]]) -> None:
+        with self._metrics.open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(rows)
+
+
+class WandbTracker:
+    """``logger=wandb``: one W&B run per run, below ``<run folder>/wandb``.
+
+    Modes: "offline" makes no connection; "online" falls back to offline with a warning when the server or the
+    key is not there; "auto" is what ``WANDB_MODE`` says, else online where a key is stored, else offline;
+    "disabled" records nothing.
+
+    The id is random, never from the seeded streams, and kept in ``wandb/run_id.txt``, so two jobs with equal
+    configurations are two runs and a resumed job goes on in its own.
+    """
+
+    def __init__(self, folder: str | Path, *, project: str = "ckptplan", mode: WandbMode = "offline") -> None:
+        self.folder = Path(folder).resolve()
+        self.project, self.mode = project, mode
+        self._run: Any = None
+        self._wandb: Any = None
+        self._environment: dict[str, str | None] = {}
+
+    def start(self, config: Mapping[str, Any], name: str | None = None, group: str | None = None) -> None:
+        mode = resolve_mode(self.mode)
+        self._keep_files_inside()
+        self._wandb = importlib.import_module("wandb")
+        run_id = stored_run_id(self.folder)
+        try:
+            self._run = self._init(mode, run_id, config, name, group)
+        except Exception as error:  # no key, no network, a server that refuses: each has its own class
+            if mode != "online":
+                raise
+            log.warning("W&B is not reachable (%s): this run is recorded offline", str(error).strip())
+            self._run = self._init("offline", run_id, config, name, group)
+        self._run.define_metric("train/step")
+        for pattern in ("train/*", "eval/*"):
+            self._run.define_metric(pattern, step_metric="train/step")
+
+    def log(self, row: Mapping[str, float | int | None]) -> None:
+        self._run.log(tracked_names(row))
+
+    def summary(self, result: Mapping[str, Any]) -> None:
+        self._run.summary.update(flatten(result))
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        self._run.log({name: self._table(columns, rows)})
+
+    def curve(self, name: str, columns: tuple[str, str], points: Sequence[tuple[float, float]]) -> None:
+        self._run.log({name: self._wandb.plot.line(self._table(columns, points), *columns, title=name)})
+
+    def finish(self, status: str) -> None:
+        try:
+            self._run.finish(exit_code=0 if status == "ok" else 1)
+        finally:
+            self._restore_environment()
+        if self._run.offline and not self._run.disabled:
+            log.info("to upload this run: wandb sync %s", shlex.quote(str(self._run.settings.sync_dir)))
+
+    def _init(self, mode: str, run_id: str, config: Mapping[str, Any], name: str | None, group: str | None) -> Any:
+        settings = self._wandb.Settings(
+            quiet=True,
+            silent=True,
+            console="off",
+            init_timeout=ONLINE_TIMEOUT_S,
+            finish_timeout=ONLINE_TIMEOUT_S,
+            disable_git=True,
+            disable_code=True,
+            x_disable_stats=True,  # its sampling thread disturbs step times and asks a cloud metadata address
+            x_disable_machine_info=True,
+        )
+        return self._wandb.init(
+            project=self.project,
+            name=name,
+            group=group,
+            id=run_id,
+            resume="allow",
+            reinit="finish_previous",  # else a run left open in this process would be handed back
+            dir=str(self.folder),
+            mode=mode,
+            config=dict(config),
+            settings=settings,
+        )
+
+    def _table(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Any:
+        return self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+
+    def _keep_files_inside(self) -> None:
+        """W&B stages tables in the home folder; beside the run they are found again when it is synchronised."""
+        staging = {name: str(self.folder / "wandb" / "data") for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR")}
+        for name, value in {**staging, "WANDB_ERROR_REPORTING": "false"}.items():
+            self._environment[name] = os.environ.get(name)
+            os.environ.setdefault(name, value)
+
+    def _restore_environment(self) -> None:
+        for name, value in self._environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+        self._environment.clear()
+
+
+class GuardedTracker:
+    """Any tracker, made harmless: whatever goes wrong in or behind it costs one warning and no training.
+
+    A tracker that does not start is left alone from then on; one that fails at a call gets the next one.
+    """
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._is_open = self._has_warned = False
+
+    def start(self, config: Mapping[str, Any], name: str | None = None, group: str | None = None) -> None:
+        self._is_open = self._guard("start", lambda: self._tracker.start(config, name, group))
+
+    def log(self, row: Mapping[str, float | int | None]) -> None:
+        self._guard_if_open("log metrics", lambda: self._tracker.log(row))
+
+    def summary(self, result: Mapping[str, Any]) -> None:
+        self._guard_if_open("write the summary", lambda: self._tracker.summary(result))
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        self._guard_if_open(f"write the table {name}", lambda: self._tracker.table(name, columns, rows))
+
+    def curve(self, name: str, columns: tuple[str, str], points: Sequence[tuple[float, float]]) -> None:
+        self._guard_if_open(f"draw {name}", lambda: self._tracker.curve(name, columns, points))
+
+    def finish(self, status: str) -> None:
+        self._guard_if_open("finish", lambda: self._tracker.finish(status))
+        self._is_open = False
+
+    def _guard_if_open(self, what: str, action: Callable[[], None]) -> None:
+        if self._is_open:
+            self._guard(what, action)
+
+    def _guard(self, what: str, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except Exception as error:  # any class: the point is that nothing behind a tracker can stop a run
+            level = logging.DEBUG if self._has_warned else logging.WARNING
+            self._has_warned = True
+            name, reason = type(self._tracker).__name__, str(error).strip() or type(error).__name__
+            log.log(level, "%s could not %s: %s. The run goes on; metrics.jsonl has every figure.", name, what, reason)
+            return False
+        return True
+
+
+def tracked_names(row: Mapping[str, float | int | None]) -> dict[str, float | int | None]:
+    """Metrics under their W&B names: all of a step below ``train/``, an evaluation's below ``eval/``."""
+    if "eval/loss" in row:
+        return {"train/step": row["step"], "eval/loss": row["eval/loss"], "eval/seconds": row.get("eval_s")}
+    return {key if "/" in key else f"train/{key}": value for key, value in row.items()}
+
+
+def stored_run_id(folder: Path) -> str:
+    """The W&B id of the run in ``folder``: the one it had, else a new one, which is stored."""
+    path = folder / "wandb" / "run_id.txt"
+    if path.exists():
+        return path.read_text(encoding="utf-8").strip()
+    path.parent.mkdir(exist_ok=True)
+    run_id = secrets.token_hex(4)
+    write_atomic(path, run_id + "\n")
+    return run_id
+
+
+def resolve_mode(mode: WandbMode) -> str:
+    """``auto`` as ``WANDB_MODE`` or the presence of a key decides; the others as they are."""
+    if mode != "auto":
+        return mode
+    wanted = os.environ.get("WANDB_MODE", "")
+    if wanted in ("online", "offline", "disabled"):
+        return wanted
+    return "online" if _has_key() else "offline"
+
+
+def _has_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def open_tracker(
+    kind: Literal["none", "csv", "wandb"], folder: str | Path, *, project: str = "ckptplan", mode: WandbMode = "offline"
+) -> Tracker:
+    """The tracker of ``logger=<kind>`` for the run in ``folder``, guarded: none of its methods raises."""
+    trackers: dict[str, Callable[[], Tracker]] = {
+        "none": NoTracker,
+        "csv": lambda: CsvTracker(folder),
+        "wandb": lambda: WandbTracker(folder, project=project, mode=mode),
+    }
+    if kind not in trackers:
+        raise ValueError(f"logger.kind={kind!r} is unknown; expected {', '.join(trackers)}")
+    return GuardedTracker(trackers[kind]())
+
+
+@contextmanager
+def tracking(
+    tracker: Tracker, config: Mapping[str, Any], name: str | None = None, group: str | None = None
+) -> Iterator[Tracker]:
+    """Start ``tracker`` and finish it whatever happens: "failed" if the block raises, else "ok".
+
+    A block that knows better calls ``tracker.finish(status)`` itself; finishing again does nothing.
+    """
+    tracker.start(config, name, group)
+    try:
+        yield tracker
+    except BaseException:
+        tracker.finish("failed")
+        raise
+    tracker.finish("ok")

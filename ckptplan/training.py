@@ -183,7 +183,7 @@ def _backward(
 ) -> Tensor:
     loss_sum, _ = micro_batch_loss(model, to_device(batch, settings.device), settings.autocast_dtype)
     loss = loss_sum / divisor
-    (scaler.scale(loss) if scaler else loss).backward()
+    torch.autograd.backward(scaler.scale(loss) if scaler else loss)
     return loss.detach()
 
 

@@ -83,14 +83,16 @@ def plan_table(profile: ChainProfile, plan: CheckpointPlan, console: Console | N
     """Print the plan block by block; consecutive blocks with the same figures share a row."""
     console = console or Console()
     table = _plain_table(title=_plan_title(plan), title_justify="left")
-    table.add_column("block", overflow="fold", max_width=28)
+    runs = list(_runs(plan_rows(profile, plan)))
+    names = [_range_name(same[0].block_id, same[-1].block_id) for same in runs]
+    table.add_column("block", overflow="fold", min_width=min(32, max(map(len, names), default=0)))
     table.add_column("decision", max_width=18)
     for name in ("keeps", "adds"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why", ratio=1)
-    rows = plan_rows(profile, plan)
-    for same in _runs(rows):
-        table.add_row(*_cells(same))
+    for name, same in zip(names, runs, strict=True):
+        table.add_row(*_cells(name, same))
+    rows = [row for same in runs for row in same]
     recomputed = sum(row.decision != "keep" for row in rows)
     table.add_section()
     table.add_row(f"{len(rows)} blocks", f"{recomputed} recomputed", _total_bytes(rows), _total_time(rows), "")
@@ -102,13 +104,13 @@ def _runs(rows: tuple[PlanRow, ...]) -> Iterable[list[PlanRow]]:
         yield list(same)
 
 
-def _cells(same: list[PlanRow]) -> tuple[Text, Text, str, str, Text]:
+def _cells(name: str, same: list[PlanRow]) -> tuple[Text, Text, str, str, Text]:
     first = same[0]
     times = "" if len(same) == 1 else f" x{len(same)}"
     added = "-" if first.added_time_ms == 0 else format_ms(first.added_time_ms)
     style = "" if first.decision == "keep" else "yellow"
     return (
-        Text(_range_name(first.block_id, same[-1].block_id)),  # Text, not str: block paths may hold [brackets], which rich reads as markup
+        Text(name),  # Text, not str: block paths may hold [brackets], which rich reads as markup
         Text(first.decision + times, style=style),
         format_bytes(first.retained_bytes),
         added,
@@ -124,12 +126,12 @@ def _range_name(first: str, last: str) -> str:
     return f"{first}-{number}" if dot and first.startswith(prefix + dot) else f"{first} - {last}"
 
 
-def _total_bytes(rows: tuple[PlanRow, ...]) -> str:
+def _total_bytes(rows: list[PlanRow]) -> str:
     known = [row.retained_bytes for row in rows if row.retained_bytes is not None]
     return format_bytes(sum(known)) if len(known) == len(rows) else format_bytes(None)
 
 
-def _total_time(rows: tuple[PlanRow, ...]) -> str:
+def _total_time(rows: list[PlanRow]) -> str:
     known = [row.added_time_ms for row in rows if row.added_time_ms is not None]
     return format_ms(sum(known)) if len(known) == len(rows) else format_ms(None)
 
@@ -140,7 +142,9 @@ def _plan_title(plan: CheckpointPlan) -> str:
     return f"plan by {plan.planner}: {peak}{budget}"
 
 
-def result_table(result: Mapping[str, Any], console: Console | None = None, paths: Mapping[str, str] | None = None) -> None:
+def result_table(
+    result: Mapping[str, Any], console: Console | None = None, paths: Mapping[str, str] | None = None
+) -> None:
     """Print the figures of ``result.json`` with what was predicted beside what was measured.
 
     ``paths`` are further lines: what each file is, and where it lies.
@@ -188,7 +192,12 @@ def _result_rows(result: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str
     )
     yield "smallest reachable", format_bytes(memory["smallest_reachable_bytes"]), "", ""
     yield "step with the plan", "", format_ms(latency["step_ms"]["p50"]), _spread(latency["step_ms"])
-    yield "step without", "", format_ms(latency["no_checkpoint_step_ms"]["p50"]), _spread(latency["no_checkpoint_step_ms"])
+    yield (
+        "step without",
+        "",
+        format_ms(latency["no_checkpoint_step_ms"]["p50"]),
+        _spread(latency["no_checkpoint_step_ms"]),
+    )
     yield (
         "time added",
         format_percent(latency["predicted_overhead_ratio"]),
