@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Sequence
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 from ckptplan.errors import BlockDeclarationError
+
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
 
 
 @dataclass(frozen=True)
@@ -146,3 +152,57 @@ def _left_out(model: nn.Module, blocks: Sequence[CheckpointableBlock]) -> tuple[
         for path, module in model.named_modules()
         if path and id(module) not in covered and any(True for _ in module.parameters(recurse=False))
     )
+
+
+def call_block(module: nn.Module, value: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Call one block of a plain chain with what the previous one returned.
+
+    A tuple or list is spread over the positional arguments, a dict over the keyword arguments,
+    anything else is the one argument. ``kwargs`` reach every block that takes them by name.
+    """
+    chosen = {name: item for name, item in kwargs.items() if takes_keyword(module, name)} if kwargs else {}
+    if isinstance(value, dict):
+        return module(**value, **chosen)
+    if isinstance(value, (tuple, list)):
+        return module(*value, **chosen)
+    return module(value, **chosen)
+
+
+def takes_keyword(module: nn.Module, name: str) -> bool:
+    """Whether ``module.forward`` has a parameter of that name, or takes any keyword."""
+    parameters = inspect.signature(module.forward).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def describe_module(module: nn.Module, *, exact: bool = False) -> str:
+    """What a module computes with, as text: classes, settings, shapes, dtypes, gradient and train flags.
+
+    Weights are left out. ``exact`` adds the identity of attributes that cannot be written as text, so that
+    equal texts mean equal computations within one process; without it the text is the same in every process.
+    """
+    lines = []
+    for path, part in module.named_modules():
+        kind = type(part)
+        lines.append(f"{path}:{kind.__module__}.{kind.__qualname__}({part.extra_repr()}) train={part.training}")
+        for name, attribute in sorted(vars(part).items()):
+            if name not in _MODULE_INTERNALS:
+                lines.append(f" {name}={_describe_attribute(attribute, exact)}")
+        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            lines.append(f" {name}:{tuple(tensor.shape)}:{tensor.dtype}:grad={tensor.requires_grad}")
+    return "\n".join(lines)
+
+
+def _describe_attribute(value: Any, exact: bool) -> str:
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)):
+        return repr(value)
+    if isinstance(value, (list, tuple)) and len(value) < 100:
+        return f"{type(value).__name__}({', '.join(_describe_attribute(item, exact) for item in value)})"
+    if inspect.isroutine(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    return f"{type(value).__qualname__}" + (f"@{id(value)}" if exact else "")
+
+
+def model_fingerprint(blocks: Sequence[CheckpointableBlock]) -> str:
+    """SHA-256 over what the blocks compute with, in their order; weights left out."""
+    text = "\n".join(f"{block.order}:{block.block_id}\n{describe_module(block.module)}" for block in blocks)
+    return hashlib.sha256(text.encode()).hexdigest()

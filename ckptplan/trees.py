@@ -43,8 +43,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory, as long as one of them lives."""
-    return tensor.untyped_storage().data_ptr() if tensor.device.type != "meta" else id(tensor.untyped_storage())
+    """Equal for tensors that share memory, as long as one of them lives (fake and empty tensors included)."""
+    return id(tensor.untyped_storage())
 
 
 def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

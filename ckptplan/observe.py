@@ -1,0 +1,141 @@
+"""What a block's forward does besides computing: random draws, changed buffers, attributes and inputs.
+
+Observed by running the block twice from the same state, not guessed from class names.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ckptplan.trace import BlockCall
+from ckptplan.trees import tensors_in
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))
+_DEPTH = 6  # how deep nested attribute values are looked into
+
+
+@dataclass(frozen=True)
+class Observation:
+    """``exclusion_reason`` is None where a recomputation gives exactly what the forward gave."""
+
+    draws_random: bool
+    mutated_buffers: tuple[str, ...]
+    exclusion_reason: str | None
+
+
+def observe(module: nn.Module, call: BlockCall, run: Callable[..., Any], device: torch.device) -> Observation:
+    """Call ``run(*args, **kwargs)``, which runs the module, twice from equal state and compare.
+
+    ``module`` must be a twin: its buffers and attributes are changed.
+    """
+    _outputs(call, run)  # lazily made caches and attributes come into being here
+    buffers = {name: b.detach().clone() for name, b in module.named_buffers(remove_duplicate=False)}
+    attributes = attribute_state(module)
+    torch_state, library_state = _torch_random(device), _library_random()
+    first, touched = _outputs(call, run)
+    mutated = tuple(n for n, b in module.named_buffers(remove_duplicate=False) if not same(b, buffers.get(n)))
+    draws = not all(same(a, b) for a, b in zip(torch_state, _torch_random(device), strict=True))
+    reason = _reason(touched, library_state, attributes, attribute_state(module))
+    if reason is None:
+        _restore(module, buffers, torch_state, device)
+        second, _ = _outputs(call, run)
+        if not all(same(a, b) for a, b in zip(first, second, strict=False)) or len(first) != len(second):
+            reason = "two runs from the same state give different outputs, so a recomputation would not be exact"
+    return Observation(draws, mutated, reason)
+
+
+def _outputs(call: BlockCall, run: Callable[..., Any]) -> tuple[list[torch.Tensor], bool]:
+    copies, args, kwargs = call.fresh()
+    outside = [t for t in tensors_in((args, kwargs)) if not any(t is c for c in copies)]
+    before = [t.detach().clone() for t in outside]
+    output = [t.detach().clone() for t in tensors_in(run(*args, **kwargs))]
+    touched = not all(same(c.detach(), o.detach()) for c, o in zip(copies, call.boundary, strict=True))
+    for now, then in zip(outside, before, strict=True):
+        if not same(now.detach(), then):
+            touched = True
+            with torch.no_grad():
+                now.detach().copy_(then)
+    return output, touched
+
+
+def _reason(touched: bool, library: Any, before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    if touched:
+        return "its forward changes its own input in place, so the input kept for a recomputation would be wrong"
+    if library != _library_random():
+        return "its forward draws from Python's or NumPy's global random stream, which a recomputation does not restore"
+    changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+    if changed:
+        return f"its forward changes the Python attribute {changed[0]!r}, which a recomputation would change again"
+    return None
+
+
+def same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    """Bitwise equal values, NaN equal to NaN."""
+    if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
+        return left is right
+    return bool(torch.equal(left, right)) or bool(torch.allclose(left, right, rtol=0, atol=0, equal_nan=True))
+
+
+def _torch_random(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def _library_random() -> tuple[Any, ...]:
+    name, keys, position, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), name, bytes(np.asarray(keys)), position, tuple(rest)
+
+
+def _restore(module: nn.Module, buffers: dict[str, torch.Tensor], states: list[torch.Tensor], device: torch.device) -> None:
+    with torch.no_grad():
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            if name in buffers and buffers[name].shape == buffer.shape:
+                buffer.copy_(buffers[name])
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
+def attribute_state(module: nn.Module) -> dict[str, Any]:
+    """Comparable values of all plain Python attributes of a module and its submodules, by dotted name."""
+    state = {}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in _MODULE_INTERNALS:
+                state[f"{path}.{name}".lstrip(".")] = _comparable(value, _DEPTH)
+    return state
+
+
+def _comparable(value: Any, depth: int) -> Any:
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.detach().cpu().flatten().tolist() if value.numel() < 1e5 else None
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if depth == 0 or isinstance(value, (nn.Module, type)) or callable(value):
+        return id(value)
+    if isinstance(value, dict):
+        return [(repr(key), _comparable(item, depth - 1)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_comparable(item, depth - 1) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    try:
+        return [(name, _comparable(item, depth - 1)) for name, item in vars(value).items()]
+    except TypeError:
+        return id(value)

@@ -1,0 +1,204 @@
+"""Running one stage of a chain alone, as it runs inside the whole step: its bytes, its time, its FLOPs.
+
+A stage is a block (kept, or recomputed), what runs before the first block, or what runs after the last
+one. Alone it behaves as in the chain because its inputs are owned by nobody but the stage, its output
+handles are dropped before the backward, and the incoming gradient is freshly allocated and owned by the
+autograd engine (knowledge: docs/design.md, section 4).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ckptplan.memory import MemoryMeter
+from ckptplan.profiles import StageCost
+from ckptplan.trees import distinct_storages, tensors_in
+
+Mark = Callable[[str], None]
+
+
+@dataclass
+class StageRun:
+    """What a stage's forward gives back. Emptied by whoever measures, so that nothing outlives its owner."""
+
+    inputs: list[torch.Tensor]  # boundary tensors that came in
+    output: Any  # what goes out; for the last stage the loss
+    is_loss: bool = False
+
+
+# A stage as a function: it makes its inputs, calls mark("start") before and mark("ready") after
+# that, and runs its forward.
+StageForward = Callable[[Mark], StageRun]
+
+
+class OwnedCopies(torch.autograd.Function):
+    """Copies that belong to the graph alone: non-leaf tensors whose gradients are dropped on arrival.
+
+    One node for all of them: the gradients wait for each other as they do in front of a block.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(copy_of(source) for source in sources)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+        return (None,) * (len(gradients) + 1)
+
+
+class EngineOwnedGradients(torch.autograd.Function):
+    """A root whose backward allocates the gradient of every output anew, as the next stage would."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.specs = [(o.shape, o.dtype, o.device) for o in outputs]
+        return outputs[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.full(shape, 1e-3, dtype=dtype, device=device) for shape, dtype, device in ctx.specs)
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides on a storage of the same size (a slice keeps its whole base alive)."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    base = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+    copied = base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    if 0 in tensor.stride() and tensor.numel() > 1:  # expanded: one memory cell stands for many elements
+        base.copy_(tensor.as_strided((size,), (1,), 0))
+    else:
+        copied.copy_(tensor)
+    return copied
+
+
+def own_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of ``tensors``; those that require gradients are non-leaf tensors."""
+    with_gradient = [t for t in tensors if t.requires_grad]
+    copies: dict[int, torch.Tensor] = {}
+    if with_gradient:
+        anchor = torch.empty(0, device=with_gradient[0].device, requires_grad=True)
+        made = OwnedCopies.apply(anchor, *(t.detach() for t in with_gradient))
+        copies = {id(t): c for t, c in zip(with_gradient, made, strict=True)}
+    return [copies[id(t)] if t.requires_grad else copy_of(t) for t in tensors]
+
+
+def differentiable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The distinct tensor objects that a gradient flows into."""
+    return list({id(t): t for t in tensors if t.requires_grad}.values())
+
+
+def stage_bytes(forward: StageForward, meter: MemoryMeter) -> StageCost:
+    """Bytes of one stage by one forward and one backward under ``meter`` (see ``StageCost``)."""
+    with meter:
+        run = forward(meter.mark)
+        meter.mark("forward")
+        in_sizes, in_alive = _watch(run.inputs)
+        own_outputs = [] if run.is_loss else tensors_in(run.output)
+        passed = {id(t.untyped_storage()) for t in run.inputs}
+        out_sizes, out_alive = _watch(own_outputs)
+        is_own = [id(t.untyped_storage()) not in passed for t in distinct_storages(own_outputs)]
+        root = _root(run)
+        del own_outputs
+        run.inputs.clear()
+        run.output = None
+        keeps_input = tuple(ref() is not None for ref in in_alive)
+        keeps_output = tuple(ref() is not None for ref in out_alive)
+        meter.mark("saved")
+        _backward(root)
+        meter.mark("done")
+    kept_input_bytes = sum(size for size, kept in zip(in_sizes, keeps_input, strict=True) if kept)
+    kept_output_bytes = sum(
+        size for size, kept, own in zip(out_sizes, keeps_output, is_own, strict=True) if kept and own
+    )
+    start = meter.level("start")
+    return StageCost(
+        saved_bytes=max(0, meter.level("saved") - start - kept_input_bytes - kept_output_bytes),
+        forward_peak_bytes=meter.peak("ready", "forward") - meter.level("ready"),
+        backward_peak_bytes=max(0, meter.peak("saved", "done") - start - kept_input_bytes),
+        keeps_input=keeps_input,
+        keeps_output=keeps_output,
+    )
+
+
+def _watch(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[weakref.ref[torch.UntypedStorage]]]:
+    storages = [t.untyped_storage() for t in distinct_storages(tensors)]
+    return [s.nbytes() for s in storages], [weakref.ref(s) for s in storages]
+
+
+def _root(run: StageRun) -> torch.Tensor | None:
+    if run.is_loss:
+        return run.output if run.output.requires_grad else None
+    outputs = differentiable(tensors_in(run.output))
+    return EngineOwnedGradients.apply(*outputs) if outputs else None
+
+
+def _backward(root: torch.Tensor | None) -> None:
+    """The backward runs outside autocast, as in a training step."""
+    if root is not None:
+        with torch.autocast(root.device.type, enabled=False):
+            root.backward(torch.ones_like(root))
+
+
+def time_stage(forward: StageForward, synchronize: Callable[[], None]) -> tuple[float, float]:
+    """Milliseconds of one forward (from "ready") and one backward, the device waited for around each."""
+    ready_s = 0.0
+
+    def mark(name: str) -> None:
+        nonlocal ready_s
+        synchronize()
+        ready_s = time.perf_counter()
+
+    run = forward(mark)
+    synchronize()
+    forward_s = time.perf_counter() - ready_s
+    root = _root(run)
+    run.inputs.clear()
+    run.output = None
+    synchronize()
+    start_s = time.perf_counter()
+    _backward(root)
+    synchronize()
+    return forward_s * 1e3, (time.perf_counter() - start_s) * 1e3
+
+
+def stage_flops(forward: StageForward) -> tuple[int, int]:
+    """Floating-point operations of matrix products, convolutions and attention: (forward, backward)."""
+    with count_flops() as forward_counter:
+        run = forward(lambda name: None)
+    root = _root(run)
+    run.inputs.clear()
+    run.output = None
+    with count_flops() as backward_counter:
+        _backward(root)
+    return forward_counter.get_total_flops(), backward_counter.get_total_flops()
+
+
+def count_flops() -> FlopCounterMode:
+    """torch's counter, with the CPU's fused attention added, which it does not know."""
+    aten = torch.ops.aten
+    return FlopCounterMode(
+        display=False,
+        custom_mapping={
+            aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward_flops,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+        },
+    )
+
+
+def _attention_forward_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """Two products: scores = Q K^T and output = scores V; shapes (batch, heads, length, width)."""
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[-2] * (width + value[-1])
+
+
+def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """Five products: the scores again, and the gradients of V, of the scores, of Q and of K."""
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[-2] * (3 * width + 2 * value[-1])
