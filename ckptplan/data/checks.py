@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -21,11 +22,15 @@ def require_ints(name: str, values: object, minimum: int = 1) -> list[int]:
     return [require_int(f"{name}[{index}]", value, minimum) for index, value in enumerate(values)]
 
 
-def require_fraction(name: str, value: object, *, one_allowed: bool = False) -> float:
-    """A number with 0 <= value < 1 (or <= 1), as a float."""
-    expected = "0 <= value <= 1" if one_allowed else "0 <= value < 1"
+def require_number(name: str, value: object, *, maximum: float = math.inf, below: float = math.inf) -> float:
+    """A finite number with 0 <= value, value <= maximum and value < below, as a float."""
+    bounds = f"0 <= {name}"
+    if below < math.inf:
+        bounds += f" < {below:g}"
+    if maximum < math.inf:
+        bounds += f" <= {maximum:g}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; expected a number with {expected}")
-    if not 0 <= value <= 1 or (value == 1 and not one_allowed):
-        raise ValueError(f"{name}={value}; expected a number with {expected}")
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; expected a number with {bounds}")
+    if not 0 <= value < below or value > maximum or value == math.inf:
+        raise ValueError(f"{name}={value}; expected a finite number with {bounds}")
     return float(value)

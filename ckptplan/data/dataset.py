@@ -16,7 +16,7 @@ from ckptplan.data.spec import DataSpec
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data source. Sample numbers 0 .. num_train_samples - 1 are for training, the next num_eval_samples for evaluation.
+    """A data source; samples 0 .. num_train_samples - 1 are for training, the next num_eval_samples for evaluation.
 
     Attributes:
         spec: the form of a batch.
@@ -57,5 +57,5 @@ class Dataset:
         return self._batches(torch.arange(self.num_train_samples, self.num_train_samples + self.num_eval_samples))
 
     def _batches(self, numbers: Tensor) -> Iterator[Batch]:
-        # split() of an empty tensor gives one empty piece
-        return (self.read(part) for part in numbers.split(self.batch_size) if len(part))
+        firsts = range(0, len(numbers), self.batch_size)
+        return (self.read(numbers[first : first + self.batch_size]) for first in firsts)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ckptplan.data import Batch
-from ckptplan.data.checks import require_fraction, require_int
+from ckptplan.data.checks import require_int, require_number
 from ckptplan.data.dataset import Dataset
 from ckptplan.data.spec import DataSpec
 
@@ -39,12 +39,12 @@ def handwritten_digits(
         ) from error
     collection = load_digits()
     labels = torch.from_numpy(collection.target).long()
-    pixels = torch.from_numpy(collection.images).float().unsqueeze(1) / 16  # (N, 1, 8, 8); grey values are 0 .. 16
+    pixels = torch.from_numpy(collection.images).float().unsqueeze(1) / 8 - 1  # (N, 1, 8, 8); grey values are 0 .. 16
     images = F.interpolate(
         pixels[labels < classes], size=(image_size, image_size), mode="bilinear", align_corners=False
     )
     labels = labels[labels < classes]
-    num_eval = int(len(labels) * require_fraction("eval_fraction", eval_fraction))
+    num_eval = int(len(labels) * require_number("eval_fraction", eval_fraction, below=1))
 
     def read(numbers: Tensor) -> Batch:
         return Batch(inputs=images[numbers].expand(-1, channels, -1, -1).contiguous(), targets=labels[numbers])

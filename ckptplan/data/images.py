@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ckptplan.data import Batch
-from ckptplan.data.checks import require_int
+from ckptplan.data.checks import require_int, require_number
 from ckptplan.data.dataset import Dataset
 from ckptplan.data.order import private_generator
 from ckptplan.data.spec import DataSpec
@@ -23,7 +23,7 @@ def labelled_images(
     batch_size: int,
     num_samples: int = 1024,
     num_eval_samples: int = 64,
-    noise_std: float = 1.0,
+    noise_std: float = 2.0,
     seed: int = 0,
 ) -> Dataset:
     """Images of one coarse random pattern per class plus Gaussian noise; sample i has class i modulo ``classes``.
@@ -34,8 +34,7 @@ def labelled_images(
     for name, value in (("channels", channels), ("image_size", image_size), ("num_samples", num_samples)):
         require_int(name, value)
     require_int("classes", classes, minimum=2)
-    if not noise_std >= 0:
-        raise ValueError(f"noise_std={noise_std}; expected a number >= 0")
+    require_number("noise_std", noise_std)
     cells = torch.randn(classes, channels, _TEMPLATE_CELLS, _TEMPLATE_CELLS, generator=private_generator(seed))
     patterns = F.interpolate(cells, size=(image_size, image_size), mode="nearest")
 

@@ -68,27 +68,25 @@ def explain_mismatch(model_name: str, model_spec: DataSpec, data_name: str, data
 def explain_missing_data_keys(
     model_name: str, model_node: Mapping[str, object], data_name: str, data_node: Mapping[str, object]
 ) -> str | None:
-    """The same before anything is built: the model's unresolved config asks for ``${data.KEY}`` that the data lacks.
+    """The same before anything is built: the model's config takes a ``${data.KEY}`` that the data does not have.
 
-    Both arguments are plain mappings with interpolations as text (``OmegaConf.to_container(..., resolve=False)``).
+    Both nodes are plain mappings with interpolations left as text (``OmegaConf.to_container(node, resolve=False)``).
     """
-    wanted = {
-        key
-        for value in model_node.values()
-        if isinstance(value, str)
-        for key in re.findall(r"\$\{data\.(\w+)\}", value)
-    }
+    wanted = set(re.findall(r"\$\{data\.(\w+)\}", repr(dict(model_node))))
     missing = sorted(wanted - set(data_node))
     if not missing:
         return None
     keys = ", ".join(f"data.{key}" for key in missing)
-    head = f"model={model_name} takes {keys} from its data, which data={data_name} does not have"
-    kinds = [kind for kind, names in DATA_OF_KIND.items() if data_name in names]
-    if not kinds:
-        return f"{head}; add it to the data, or set {', '.join(f'model.{key}=...' for key in missing)}"
-    data_kind = kinds[0]
-    model_kind: Kind = "images" if data_kind == "tokens" else "tokens"
-    return f"{head}: the model works on {model_kind}, the data are {data_kind}; {_other_choices(model_kind, data_kind)}"
+    head = f"model={model_name} takes {keys} from its data, but data={data_name} has no such key"
+    model_kind, data_kind = _kind_of(model_name, MODELS_OF_KIND), _kind_of(data_name, DATA_OF_KIND)
+    if model_kind is None or data_kind is None or model_kind == data_kind:
+        return f"{head}; add it there (+data.{missing[0]}=...), or set the model's own arguments"
+    choices = _other_choices(model_kind, data_kind)
+    return f"{head}: the model expects {model_kind}, the data gives {data_kind}; {choices}"
+
+
+def _kind_of(name: str, names_of_kind: Mapping[Kind, tuple[str, ...]]) -> Kind | None:
+    return next((kind for kind, names in names_of_kind.items() if name in names), None)
 
 
 def _other_choices(model_kind: Kind, data_kind: Kind) -> str:
@@ -100,7 +98,8 @@ def _other_choices(model_kind: Kind, data_kind: Kind) -> str:
 def _too_large(name: str, of_model: int | None, of_data: int | None) -> str | None:
     if of_model is None or of_data is None or of_data <= of_model:
         return None
-    return f"the data's {name} {of_data} is above the model's {of_model}: type model.{name}={of_data} or a smaller data.{name}"
+    remedy = f"type model.{name}={of_data}, or data.{name}={of_model} or less"
+    return f"the data's {name} {of_data} is above the model's {of_model}: {remedy}"
 
 
 def _unequal(name: str, of_model: int | None, of_data: int | None) -> str | None:

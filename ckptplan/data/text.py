@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ckptplan.data import Batch
-from ckptplan.data.checks import require_fraction, require_int
+from ckptplan.data.checks import require_int, require_number
 from ckptplan.data.dataset import Dataset
 from ckptplan.data.spec import DataSpec
 from ckptplan.units import parse_bytes
@@ -40,8 +40,8 @@ def stdlib_text(
     paths = [path for path in sorted(folder.glob("*.py")) if path.stem in sys.stdlib_module_names]
     if not paths:
         raise FileNotFoundError(
-            f"data=stdlib_text found no .py sources of Python's standard library in {folder}: this Python was installed "
-            "without them; type data=synthetic_tokens, or data=files 'data.paths=[FOLDER/*.txt]' with text of your own"
+            f"data=stdlib_text found no .py sources of Python's standard library in {folder}: this Python was "
+            "installed without them; type data=synthetic_tokens, or data=files 'data.paths=[FOLDER/*.txt]'"
         )
     text = read_bytes(paths, parse_bytes(max_bytes, "max_bytes"))
     return text_windows(text, "data=stdlib_text", sequence_length, batch_size, eval_fraction, max_eval_samples, seed)
@@ -102,7 +102,8 @@ def find_files(patterns: Sequence[str], base: Path) -> list[Path]:
 
 
 def _glob(pattern: str, base: Path) -> list[str]:
-    return glob.glob(str(Path(pattern).expanduser()), root_dir=base, recursive=True)
+    # Path.glob refuses absolute patterns
+    return glob.glob(str(Path(pattern).expanduser()), root_dir=base, recursive=True)  # noqa: PTH207
 
 
 def read_bytes(paths: Sequence[Path], max_bytes: int) -> Tensor:
@@ -130,7 +131,7 @@ def text_windows(
     """Cut text (uint8 (N,)) into samples of sequence_length + 1 bytes; the last ``eval_fraction`` is for evaluation."""
     window = require_int("sequence_length", sequence_length) + 1
     num_windows = len(text) // window
-    num_eval = int(num_windows * require_fraction("eval_fraction", eval_fraction))
+    num_eval = int(num_windows * require_number("eval_fraction", eval_fraction, below=1))
     if num_windows == 0:
         raise ValueError(
             f"{source} holds {len(text)} bytes, less than one sample of data.sequence_length + 1 = {window}; "

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ckptplan.data import Batch
-from ckptplan.data.checks import require_fraction, require_int
+from ckptplan.data.checks import require_int, require_number
 from ckptplan.data.dataset import Dataset
 from ckptplan.data.order import private_generator
 from ckptplan.data.spec import DataSpec
@@ -30,7 +30,7 @@ def synthetic_tokens(
     require_int("vocab_size", vocab_size, minimum=2)
     require_int("sequence_length", sequence_length)
     num_all = require_int("num_samples", num_samples) + require_int("num_eval_samples", num_eval_samples, minimum=0)
-    require_fraction("noise", noise, one_allowed=True)
+    require_number("noise", noise, maximum=1)
     generator = private_generator(seed)
     successor = torch.randperm(vocab_size, generator=generator)
     shape = (num_all, sequence_length + 1)

@@ -40,7 +40,6 @@ class GPT(ChainModel):
         require_int("sequence_length", sequence_length)
         require_int("vocab_size", vocab_size, minimum=2)
         self.expects = DataSpec("tokens", vocab_size=vocab_size, sequence_length=sequence_length)
-        self.sequence_length = sequence_length
         self.tokens = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(sequence_length, width)
         self.drop = nn.Dropout(dropout)
@@ -49,7 +48,7 @@ class GPT(ChainModel):
         self.head = nn.Linear(width, vocab_size, bias=False)
         if tie_weights:
             self.head.weight = self.tokens.weight
-        init_weights(self, layers)
+        init_weights(self, layers, width)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Tokens int64 (B, T), T up to ``sequence_length`` -> logits (B, T, vocab_size)."""
@@ -60,15 +59,6 @@ class GPT(ChainModel):
 
     def embed(self, inputs: Tensor) -> Tensor:
         """What stands before the blocks: (B, T) -> (B, T, width)."""
-        if inputs.ndim != 2 or inputs.is_floating_point():
-            raise ValueError(
-                f"inputs of shape {tuple(inputs.shape)}, {inputs.dtype}; expected int64 tokens (batch, time)"
-            )
-        length = inputs.shape[1]
-        if length > self.sequence_length:
-            raise ValueError(
-                f"inputs have {length} tokens per sequence; expected at most sequence_length={self.sequence_length} "
-                f"(shorten the sequences, or build the model with sequence_length={length})"
-            )
-        positions = torch.arange(length, device=inputs.device)
+        self.check_inputs(inputs)
+        positions = torch.arange(inputs.shape[1], device=inputs.device)
         return self.drop(self.tokens(inputs) + self.positions(positions))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ckptplan.data.checks import require_fraction, require_int, require_ints
+from ckptplan.data.checks import require_int, require_ints, require_number
 from ckptplan.data.spec import DataSpec
 from ckptplan.models.chain import ChainModel
 
@@ -54,7 +54,7 @@ class MLP(ChainModel):
             require_int(name, value)
         require_int("classes", classes, minimum=2)
         hidden_widths = require_ints("hidden_widths", hidden_widths)
-        require_fraction("dropout", dropout)
+        require_number("dropout", dropout, below=1)
         self.expects = DataSpec("images", channels=channels, image_size=image_size, classes=classes)
         self.embed = nn.Linear(channels * image_size**2, width)
         self.layers = nn.ModuleList(MLPBlock(width, hidden_width, dropout) for hidden_width in hidden_widths)
@@ -63,6 +63,7 @@ class MLP(ChainModel):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Images (B, channels, image_size, image_size) -> logits (B, classes)."""
+        self.check_inputs(inputs)
         x = self.embed(inputs.flatten(1))
         for block in self.layers:
             x = block(x)

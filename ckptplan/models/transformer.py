@@ -7,7 +7,7 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ckptplan.data.checks import require_fraction, require_int
+from ckptplan.data.checks import require_int, require_number
 
 
 class TransformerBlock(nn.Module):
@@ -45,18 +45,20 @@ def check_sizes(layers: int, width: int, heads: int, dropout: float) -> None:
         require_int(name, value)
     if width % heads:
         raise ValueError(f"width={width} does not split evenly over heads={heads}; expected a multiple of heads")
-    require_fraction("dropout", dropout)
+    require_number("dropout", dropout, below=1)
 
 
-def init_weights(model: nn.Module, layers: int) -> None:
-    """Small normal weights and zero biases, drawn from torch's global generator.
+def init_weights(model: nn.Module, layers: int, width: int) -> None:
+    """Normal weights of variance 2 / (5 * width) and zero biases, drawn from torch's global generator.
 
-    The last linear of each branch is scaled down with depth, so that the variance of the sum of 2 * layers branches does
-    not grow with their number (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", 2.3).
+    The variance is that of Nguyen and Salazar 2019 (arXiv:1910.05895, "SmallInit"), for embeddings too. The last linear
+    of each branch is divided by sqrt(2 * layers), so that the sum of all branches does not grow with their number
+    (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3).
     """
+    std = math.sqrt(2 / (5 * width))
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             is_branch_end = name.endswith((".proj", ".out"))
-            nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * layers) if is_branch_end else 0.02)
+            nn.init.normal_(module.weight, std=std / math.sqrt(2 * layers) if is_branch_end else std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)

@@ -55,7 +55,7 @@ class Middle(nn.Module):
 
 
 class Up(nn.Module):
-    """Decoder block: doubles x, joins it with the newest skip: (x, skip, *skips) -> (x, *skips); the last one gives x."""
+    """Decoder block: doubles x and joins it with the newest skip: (x, skip, *skips) -> (x, *skips), or x alone."""
 
     def __init__(self, width_in: int, width_skip: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Up(nn.Module):
 
 
 class UNet(ChainModel):
-    """A stem, encoder blocks, a middle block, decoder blocks, the mean over pixels, a linear head: 2 * levels - 1 blocks.
+    """A stem, 2 * levels - 1 blocks (encoder, middle, decoder), the mean over pixels, a linear head.
 
     Resolution and width change from block to block, and each skip passes through all blocks between its encoder block
     and its decoder block as the same tensor.
@@ -110,6 +110,7 @@ class UNet(ChainModel):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Images (B, channels, image_size, image_size) -> logits (B, classes)."""
+        self.check_inputs(inputs)
         x = self.stem(inputs)
         for block in self.layers:
             x = block(*x) if isinstance(x, tuple) else block(x)

@@ -53,8 +53,8 @@ class ViT(ChainModel):
         self.layers = nn.ModuleList(TransformerBlock(width, heads, dropout, causal=False) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
-        init_weights(self, layers)
-        nn.init.normal_(self.positions, std=0.02)
+        init_weights(self, layers, width)
+        nn.init.normal_(self.positions, std=0.5)  # about as large as the patches, so that places are told apart
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Images (B, channels, image_size, image_size) -> logits (B, classes)."""
@@ -65,9 +65,5 @@ class ViT(ChainModel):
 
     def embed(self, inputs: Tensor) -> Tensor:
         """What stands before the blocks: (B, channels, H, W) -> (B, patches, width)."""
-        spec = self.expects
-        if inputs.shape[1:] != (spec.channels, spec.image_size, spec.image_size):
-            raise ValueError(
-                f"inputs of shape {tuple(inputs.shape)}; expected (batch, {spec.channels}, {spec.image_size}, {spec.image_size})"
-            )
+        self.check_inputs(inputs)
         return self.drop(self.patches(inputs).flatten(2).transpose(1, 2) + self.positions)
