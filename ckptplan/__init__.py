@@ -1,0 +1,118 @@
+"""ckptplan: measure a model's blocks, plan which to recompute for a memory budget, apply the plan, prove it.
+
+The public names in data-path order. They load on first use, so `import ckptplan` imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptplan.apply import CheckpointedSequential, apply_plan, checkpointed
+    from ckptplan.benchmark import BenchmarkResult, compare_results, run_benchmark
+    from ckptplan.blocks import CheckpointableBlock, declare_blocks
+    from ckptplan.check import check_plan
+    from ckptplan.errors import (
+        BlockDeclarationError,
+        CkptplanError,
+        ConfigError,
+        InfeasibleTargetError,
+        NoDifferentiableOutputError,
+        PlanIncompatibleError,
+        PlannerScaleError,
+        TimingOnlyProfileError,
+        UnsupportedBoundaryError,
+        UnsupportedPlanVersionError,
+    )
+    from ckptplan.measure import profile_blocks
+    from ckptplan.plan import CheckpointDecision, CheckpointPlan, Keep, Recompute
+    from ckptplan.planners import plan_checkpoints
+    from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
+    from ckptplan.simulate import PlanCost, simulate_plan
+    from ckptplan.validate import validate_plan
+
+__version__ = "0.1.0.dev0"
+
+_MODULE_OF_NAME = {
+    "CheckpointableBlock": "blocks",
+    "declare_blocks": "blocks",
+    "profile_blocks": "measure",
+    "StageCost": "profiles",
+    "BlockProfile": "profiles",
+    "RegionProfile": "profiles",
+    "ChainProfile": "profiles",
+    "plan_checkpoints": "planners",
+    "Keep": "plan",
+    "Recompute": "plan",
+    "CheckpointDecision": "plan",
+    "CheckpointPlan": "plan",
+    "simulate_plan": "simulate",
+    "PlanCost": "simulate",
+    "check_plan": "check",
+    "validate_plan": "validate",
+    "apply_plan": "apply",
+    "CheckpointedSequential": "apply",
+    "checkpointed": "apply",
+    "run_benchmark": "benchmark",
+    "BenchmarkResult": "benchmark",
+    "compare_results": "benchmark",
+    "CkptplanError": "errors",
+    "ConfigError": "errors",
+    "BlockDeclarationError": "errors",
+    "UnsupportedBoundaryError": "errors",
+    "NoDifferentiableOutputError": "errors",
+    "TimingOnlyProfileError": "errors",
+    "InfeasibleTargetError": "errors",
+    "PlanIncompatibleError": "errors",
+    "UnsupportedPlanVersionError": "errors",
+    "PlannerScaleError": "errors",
+}
+
+__all__ = [  # noqa: RUF022 - data-path order
+    "CheckpointableBlock",
+    "declare_blocks",
+    "profile_blocks",
+    "StageCost",
+    "BlockProfile",
+    "RegionProfile",
+    "ChainProfile",
+    "plan_checkpoints",
+    "Keep",
+    "Recompute",
+    "CheckpointDecision",
+    "CheckpointPlan",
+    "simulate_plan",
+    "PlanCost",
+    "check_plan",
+    "validate_plan",
+    "apply_plan",
+    "CheckpointedSequential",
+    "checkpointed",
+    "run_benchmark",
+    "BenchmarkResult",
+    "compare_results",
+    "CkptplanError",
+    "ConfigError",
+    "BlockDeclarationError",
+    "UnsupportedBoundaryError",
+    "NoDifferentiableOutputError",
+    "TimingOnlyProfileError",
+    "InfeasibleTargetError",
+    "PlanIncompatibleError",
+    "UnsupportedPlanVersionError",
+    "PlannerScaleError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF_NAME:
+        raise AttributeError(f"module 'ckptplan' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    value = getattr(importlib.import_module(f"ckptplan.{_MODULE_OF_NAME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

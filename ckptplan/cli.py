@@ -1,0 +1,313 @@
+"""The entry points: ``train_main`` and ``sweep_main``. Hydra at the edge, one clear message for every user error.
+
+No torch at import: ``--help``, ``--cfg job``, tab completion and a mistyped override answer at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ckptplan.config import (
+    config_error,
+    explain_omegaconf,
+    hydra_text,
+    job_folder_name,
+    load_config,
+    nearest,
+    register_schema,
+    resolve,
+    shell_override,
+)
+from ckptplan.errors import CkptplanError, ConfigError
+
+CONFIG_NAME = "train"
+EXIT_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+# Exit codes of a run that count as an answer in a multirun: ok, infeasible, over_budget, oom.
+FINE_IN_A_SWEEP = (0, 3, 4, 5)
+
+log = logging.getLogger(__name__)
+
+
+def train_main() -> NoReturn:
+    """``python train.py``: one run, or with ``-m`` one run per job."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def sweep_main() -> NoReturn:
+    """``python sweep.py``: the sweep of conf/sweep/default.yaml unless another ``sweep=`` is named."""
+    arguments = sys.argv[1:]
+    if not any(argument.startswith("sweep=") for argument in arguments):
+        arguments = ["sweep=default", *arguments]
+    sys.exit(main(arguments))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line ``arguments`` (without the program) and return the exit code."""
+    try:
+        return _run_hydra(list(arguments))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    except CkptplanError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def config_folder() -> Path:
+    """conf/ of the repository, or ckptplan/conf of an installed wheel."""
+    package = Path(__file__).resolve().parent
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
+
+
+def prepare_hydra(*, reserve_folders: bool) -> None:
+    """Make our schema, resolvers and launcher known to Hydra.
+
+    ``reserve_folders``: whether resolving ``run_folder`` creates the folder (a run does, ``--cfg`` does not).
+    """
+    plugins = str(Path(__file__).resolve().parent / "plugins")
+    if Path(plugins).is_dir() and plugins not in sys.path:
+        sys.path.append(plugins)  # in the wheel the plugin stands at the top level
+    register_schema()
+    folders = _RunFolders(reserve_folders)
+    OmegaConf.register_new_resolver("run_folder", folders, replace=True)
+    OmegaConf.register_new_resolver("job_folder", _job_folder, replace=True)
+
+
+class _RunFolders:
+    """The resolver ``run_folder``: <root>/<date>/<time>, a name of its own per process and root.
+
+    The folder is created exclusively, so two runs started in the same second never share one.
+    """
+
+    def __init__(self, reserve: bool) -> None:
+        self._reserve = reserve
+        self._by_root: dict[str, str] = {}
+
+    def __call__(self, root: str) -> str:
+        if root not in self._by_root:
+            self._by_root[root] = str(fresh_folder(Path(root), create=self._reserve))
+        return self._by_root[root]
+
+
+def fresh_folder(root: Path, *, create: bool = True) -> Path:
+    """A new folder ``root/<date>/<time>``, ``<time>_2`` and so on where that is taken; raises ``ConfigError``."""
+    import datetime
+
+    now = datetime.datetime.now()
+    day = root.absolute() / now.strftime("%Y-%m-%d")
+    try:
+        if create:
+            day.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1, 10_000):
+            folder = day / (now.strftime("%H-%M-%S") + (f"_{attempt}" if attempt > 1 else ""))
+            if not create and not folder.exists():
+                return folder
+            with contextlib.suppress(FileExistsError):
+                if create:
+                    folder.mkdir()
+                    return folder
+    except OSError as error:
+        problem = f"the run folder cannot be made: {error}"
+        raise config_error("output_dir", root, problem, remedy="output_dir=<a folder you can write to>") from error
+    raise config_error("output_dir", root, f"no free folder name in {day}")
+
+
+def _job_folder(*, _root_: DictConfig) -> str:
+    resolved = resolve(_root_)
+    number = OmegaConf.select(_root_, "hydra.job.num", default=None, throw_on_missing=False)
+    return job_folder_name(int(number or 0), load_config(_root_), resolved)
+
+
+# --- Hydra, with its errors in our words ------------------------------------------------------------------------------
+
+
+def _run_hydra(arguments: list[str]) -> int:
+    import hydra
+    from hydra._internal.utils import get_args_parser  # the parser that hydra.main uses; pinned by a test
+
+    options = get_args_parser().parse_args(arguments)
+    is_run = not (options.help or options.hydra_help or options.cfg or options.info or options.shell_completion)
+    prepare_hydra(reserve_folders=is_run)
+    start_folder = str(Path.cwd())
+    if start_folder not in sys.path:
+        sys.path.append(start_folder)  # a model of the user's own lies where they start
+    exit_codes: list[int] = []
+
+    def job(config: DictConfig) -> None:
+        exit_codes.append(_job(config))
+
+    with _own_messages(options.overrides), _hydra_environment(arguments):
+        if is_run and not options.multirun:
+            _check_single_run(options)
+        hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=CONFIG_NAME)(job)()
+    if len(exit_codes) > 1:  # jobs of a multirun in this process (hydra/launcher=basic)
+        return EXIT_FAILED if any(code not in FINE_IN_A_SWEEP for code in exit_codes) else 0
+    return exit_codes[0] if exit_codes else 0
+
+
+@contextlib.contextmanager
+def _hydra_environment(arguments: list[str]) -> Iterator[None]:
+    """hydra.main reads sys.argv, and hands us its exceptions instead of printing them under HYDRA_FULL_ERROR."""
+    old_argv, old_full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [sys.argv[0], *arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = old_argv
+        if old_full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = old_full_error
+
+
+@contextlib.contextmanager
+def _own_messages(overrides: Sequence[str]) -> Iterator[None]:
+    """Turn what Hydra and OmegaConf raise about the user's overrides and files into ``ConfigError``."""
+    from hydra.errors import HydraException
+
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain_hydra(error, overrides) from error
+
+
+def explain_hydra(error: Exception, overrides: Sequence[str]) -> ConfigError:
+    """Our message for an error of Hydra: key, value, the nearest right one, what is allowed, what to type."""
+    from hydra.errors import MissingConfigException, OverrideParseException
+
+    if isinstance(error, OverrideParseException):
+        return _unreadable_override(error.override)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        meant = nearest(option, error.options)
+        remedy = f"{group}={meant or error.options[0]}"
+        return config_error(group, option, "there is no such option", meant=meant, allowed=error.options, remedy=remedy)
+    cause = _omegaconf_cause(error)
+    if cause is not None:
+        root = cause.parent_node._get_root() if cause.parent_node is not None else None
+        typed = {key.lstrip("+~"): value for key, _, value in (text.partition("=") for text in overrides)}
+        return explain_omegaconf(cause, root if isinstance(root, DictConfig) else None, typed)
+    message = str(error).strip()
+    if message.startswith("Ambiguous value"):
+        override = next((text for text in overrides if f"'{text}'" in message), "")
+        key, _, value = override.partition("=")
+        return config_error(
+            key,
+            value,
+            "several values",
+            remedy=f"-m {override} for one run each, or {shell_override(key, value)} for text",
+        )
+    return ConfigError(message)
+
+
+def _unreadable_override(override: str) -> ConfigError:
+    key, equals, value = override.partition("=")
+    if not equals:
+        return ConfigError(f"{override}: expected key=value\n  type: {key}=...")
+    return config_error(key, value, "these characters need quotes", remedy=shell_override(key, value))
+
+
+def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | None:
+    """The error of OmegaConf behind one of Hydra: the innermost that knows its key."""
+    found = None
+    while error is not None:
+        if isinstance(error, OmegaConfBaseException) and error.full_key:
+            found = error
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def _check_single_run(options: Namespace) -> None:
+    """Everything that can be wrong before a run exists, before its folder is made."""
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+
+    overrides = list(options.overrides)
+    if options.config_dir:
+        folder = Path(options.config_dir).absolute()
+        overrides.append(f"+hydra.searchpath={hydra_text(f'file://{folder}')}")
+    conf = str(Path(options.config_path).absolute() if options.config_path else config_folder())
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=conf):
+        config = hydra.compose(options.config_name or CONFIG_NAME, overrides=overrides, return_hydra_config=True)
+        HydraConfig.instance().set_config(config)
+        if str(config.hydra.mode) == "RunMode.MULTIRUN":
+            return
+        loaded = load_config(config)
+        _check_folder_is_free(options.overrides)
+        from ckptplan.targets import check_targets
+
+        check_targets(loaded, config.hydra.runtime.choices)
+
+
+def _check_folder_is_free(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "hydra.run.dir" and (Path(value.strip("\"'")) / "result.json").exists():
+            raise config_error(key, value, "this folder holds a run already", remedy=f"{key}=<a new folder>")
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+def _job(config: DictConfig) -> int:
+    """One run in the folder that Hydra made; returns the exit code of the run."""
+    from hydra.core.hydra_config import HydraConfig
+
+    hydra_config = HydraConfig.get()
+    folder = Path(hydra_config.runtime.output_dir)
+    os.chdir(hydra_config.runtime.cwd)  # inputs are relative to the start folder, whatever hydra.job.chdir says
+    logging.captureWarnings(True)
+    try:
+        loaded, resolved = load_config(config), resolve(config)
+        point_latest_at(folder, Path(loaded.output_dir))
+        from ckptplan.run import run_job
+
+        return run_job(loaded, resolved=resolved, folder=folder, overrides=list(hydra_config.overrides.task))
+    except ConfigError as error:
+        return _report(error, EXIT_BAD_CONFIG, folder)
+    except CkptplanError as error:
+        return _report(error, EXIT_FAILED, folder)
+    except Exception:
+        log.exception("the run failed on an unexpected error")
+        return EXIT_FAILED
+    finally:
+        logging.captureWarnings(False)
+
+
+def _report(error: CkptplanError, exit_code: int, folder: Path) -> int:
+    """The message on the terminal, the whole traceback in the log file only."""
+    print(f"error: {error}", file=sys.stderr)
+    with (folder / "train.log").open("a", encoding="utf-8") as file:
+        traceback.print_exception(error, file=file)
+    return exit_code
+
+
+def point_latest_at(folder: Path, output_dir: Path) -> None:
+    """Make ``<output_dir>/latest`` point to ``folder``: a link, or a text file where links cannot be made."""
+    latest = output_dir.absolute() / "latest"
+    aside = latest.with_name(f".latest-{os.getpid()}")
+    target = os.path.relpath(folder, latest.parent)
+    latest.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        aside.symlink_to(target, target_is_directory=True)
+    except OSError:
+        aside.write_text(target + "\n", encoding="utf-8")
+    with contextlib.suppress(OSError):  # a folder of that name is the user's own
+        aside.replace(latest)
+    aside.unlink(missing_ok=True)
