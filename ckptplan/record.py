@@ -12,7 +12,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -230,24 +230,24 @@ def load_result(path: str | Path) -> dict[str, Any]:
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != RESULT_SCHEMA:
         raise CkptplanError(f"{path} has schema {schema!r}; this version reads {RESULT_SCHEMA!r}")
-    faults = _key_faults(found, RunResult, "", extra=("schema",))
+    faults = _key_faults(found, RunResult().to_dict())
     if faults:
         raise CkptplanError(f"{path}: {'; '.join(faults)}")
     return dict(found)
 
 
-def _key_faults(found: Mapping[str, Any], kind: type, path: str, extra: tuple[str, ...] = ()) -> list[str]:
-    sections = {f.name: f.default_factory for f in fields(kind) if is_dataclass(f.default_factory)}  # type: ignore[misc]
-    expected = {f.name for f in fields(kind)} | set(extra)
-    faults = [f"unknown key {path}{key}" for key in sorted(found.keys() - expected)]
-    faults += [f"missing key {path}{key}" for key in sorted(expected - found.keys())]
-    for name, section in sections.items():
-        if name not in found:
+def _key_faults(found: Mapping[str, Any], template: Mapping[str, Any], path: str = "") -> list[str]:
+    """What ``found`` has too much or too little beside ``template``; an empty object in it admits any keys."""
+    faults = [f"unknown key {path}{key}" for key in sorted(found.keys() - template.keys())]
+    faults += [f"missing key {path}{key}" for key in sorted(template.keys() - found.keys())]
+    for key in sorted(found.keys() & template.keys()):
+        section = template[key]
+        if not (isinstance(section, Mapping) and section):
             continue
-        if isinstance(found[name], Mapping):
-            faults += _key_faults(found[name], section, f"{path}{name}/")
+        if isinstance(found[key], Mapping):
+            faults += _key_faults(found[key], section, f"{path}{key}/")
         else:
-            faults.append(f"{path}{name} is not an object")
+            faults.append(f"{path}{key} is not an object")
     return faults
 
 
