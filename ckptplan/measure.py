@@ -169,7 +169,7 @@ def _profile(
     memory: str,
     has_loss: bool,
 ) -> ChainProfile:
-    _require_placement(blocks, batch, device, dtype)
+    require_placement(blocks, batch, device, dtype)
     if memory != "off":
         make_meter(device, memory)  # a wrong meter is told before work is spent
     with ExitStack() as stack:
@@ -180,7 +180,7 @@ def _profile(
         return _measure(subject, trials, memory)
 
 
-def _require_placement(
+def require_placement(
     blocks: Sequence[CheckpointableBlock], batch: Any, device: torch.device, dtype: torch.dtype | None
 ) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -230,7 +230,7 @@ class _Subject:
         for parameter in twin.parameters():  # gradients stand before the step, so they count nothing
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        own_batch = _private(batch)
+        own_batch = private_batch(batch)
         return _Subject(
             names=[b.block_id for b in blocks],
             modules=list(modules),
@@ -246,8 +246,9 @@ class _Subject:
             torch.cuda.synchronize(self.device)
 
 
-def _private(batch: Any) -> Any:
+def private_batch(batch: Any) -> Any:
     """The batch on memory of its own, so that in-place operations do not reach the caller's."""
+
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         own = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         if own.requires_grad:
@@ -364,9 +365,7 @@ def _examine(module: nn.Module, call: BlockCall, device: torch.device) -> _Kind:
         module=module,
         call=call,
         observation=observation,
-        output_bytes=tuple(
-            t.untyped_storage().nbytes() if o else 0 for t, o in zip(storages, own, strict=True)
-        ),
+        output_bytes=tuple(t.untyped_storage().nbytes() if o else 0 for t, o in zip(storages, own, strict=True)),
         output_is_input=is_input,
         output_gradient_bytes=sum(with_gradient.values()),
         differentiable=bool(with_gradient),

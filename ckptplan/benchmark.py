@@ -1,0 +1,539 @@
+"""Running real steps under a plan and without one: peak, latency, gradients.
+
+Both kinds of step run on one twin of the model in one process, interleaved, so that they share
+weights, inputs, random state and the machine's moods; the caller's model is left as it was. A step is forward,
+loss and backward with the gradients allocated beforehand; the optimizer is no part of it.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptplan.apply import CheckpointedSequential, checkpointed
+from ckptplan.blocks import CheckpointableBlock
+from ckptplan.measure import LossFn, PlainChain, Trials, private_batch, require_placement
+from ckptplan.memory import CudaAllocatorMeter, make_meter
+from ckptplan.plan import CheckpointPlan
+from ckptplan.trees import tensors_in
+from ckptplan.twin import make_twin, random_state_restored
+from ckptplan.validate import validate_plan
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """Gradients, buffers and random streams of a planned step against an unplanned one.
+
+    Attributes:
+        max_abs_diff: largest absolute difference of any gradient element; None where one is missing or not finite.
+        max_rel_diff: largest, over parameters, of the difference divided by the parameter's largest gradient.
+        faults: what differs, by parameter or buffer name.
+    """
+
+    reference: str
+    passed: bool
+    bitwise_equal: bool
+    max_abs_diff: float | None
+    max_rel_diff: float | None
+    faults: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepProof:
+    """What real steps showed. Peaks are above what stands before a step; None: not measured."""
+
+    peak_bytes: int | None
+    no_checkpoint_peak_bytes: int | None
+    step_ms: tuple[float, ...]
+    no_checkpoint_step_ms: tuple[float, ...]
+    gradients: GradientCheck | None
+    gradients_note: str | None = None  # why there is no check
+    device_peak_bytes: int | None = None
+    device_reserved_bytes: int | None = None
+    static_bytes: int = 0  # parameters, buffers, gradients and inputs of the twin
+    out_of_memory: str | None = None  # which step did not fit
+
+
+@dataclass
+class StepPair:
+    """A planned and an unplanned step over the same twin."""
+
+    planned: Callable[[], torch.Tensor]
+    plain: Callable[[], torch.Tensor]
+    twin: nn.Module
+    inputs: list[torch.Tensor]
+    device: torch.device
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.twin.named_parameters() if p.requires_grad}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return dict(self.twin.named_buffers())
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def prove_model(
+    model: nn.Module,
+    plan: CheckpointPlan,
+    batch: Any,
+    loss_fn: LossFn,
+    *,
+    device: torch.device,
+    trials: Trials,
+    check_gradients: bool = True,
+    rtol: float = 1e-5,
+    atol: float = 0.0,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> StepProof:
+    """Measure steps of ``loss_fn(model, batch)`` with the model patched by ``plan`` and as it is."""
+    (twin,) = make_twin([model])
+    own_batch = private_batch(batch)
+
+    def planned() -> torch.Tensor:
+        with checkpointed(twin, plan):
+            return loss_fn(twin, own_batch)
+
+    pair = StepPair(planned, lambda: loss_fn(twin, own_batch), twin, tensors_in(own_batch), device)
+    return prove(pair, trials, check_gradients=check_gradients, rtol=rtol, atol=atol, should_stop=should_stop)
+
+
+def prove(
+    pair: StepPair,
+    trials: Trials,
+    *,
+    check_gradients: bool,
+    rtol: float,
+    atol: float,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> StepProof:
+    """Gradients, then peaks, then times; a step that does not fit the device leaves its figures None."""
+    check: GradientCheck | None = None
+    note: str | None = None if check_gradients else "not asked for"
+    with random_state_restored(pair.device), torch.enable_grad():
+        if check_gradients:
+            check, note = _check_gradients(pair, rtol, atol)
+        _allocate_gradients(pair)
+        peak, device_peak, reserved = _peak_or_none(pair, pair.planned)
+        plain_peak, _, _ = _peak_or_none(pair, pair.plain)
+        step_ms, plain_ms = _interleaved_times(pair, trials, peak is not None, plain_peak is not None, should_stop)
+    return StepProof(
+        peak_bytes=peak,
+        no_checkpoint_peak_bytes=plain_peak,
+        step_ms=tuple(step_ms),
+        no_checkpoint_step_ms=tuple(plain_ms),
+        gradients=check,
+        gradients_note=note,
+        device_peak_bytes=device_peak,
+        device_reserved_bytes=reserved,
+        static_bytes=_static_bytes(pair),
+        out_of_memory="planned" if peak is None else "no_checkpoint" if plain_peak is None else None,
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator, of the device or of the host, said that it has no memory left."""
+    if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "not enough memory" in str(error)
+
+
+# --- gradients ---
+
+
+def _check_gradients(pair: StepPair, rtol: float, atol: float) -> tuple[GradientCheck | None, str | None]:
+    start = _Start.of(pair)
+    try:
+        found = _outcome(pair, pair.planned, start)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return None, "the planned step does not fit the device"
+        raise
+    reference = "the unplanned step"
+    try:
+        expected = _outcome(pair, pair.plain, start)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        reference = "the unplanned step with its saved tensors held on the host"
+        try:
+            expected = _outcome(pair, lambda: _saved_on_host(pair.plain), start)
+        except Exception as second:
+            if is_out_of_memory(second):
+                return None, "the unplanned step fits neither the device nor the host's memory"
+            raise
+    return compare_outcomes(found, expected, reference, rtol, atol), None
+
+
+def _saved_on_host(step: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return step()
+
+
+@dataclass
+class _Start:
+    """State that both steps start from."""
+
+    buffers: dict[str, torch.Tensor]
+    cpu_random: torch.Tensor
+    device_random: torch.Tensor | None
+
+    @staticmethod
+    def of(pair: StepPair) -> _Start:
+        is_cuda = pair.device.type == "cuda"
+        return _Start(
+            {name: b.detach().clone() for name, b in pair.buffers().items()},
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(pair.device) if is_cuda else None,
+        )
+
+    def restore(self, pair: StepPair) -> None:
+        with torch.no_grad():
+            for name, buffer in pair.buffers().items():
+                buffer.copy_(self.buffers[name])
+        torch.set_rng_state(self.cpu_random)
+        if self.device_random is not None:
+            torch.cuda.set_rng_state(self.device_random, pair.device)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """All that a step leaves behind, on the host: loss, gradients (None: missing), buffers, random state."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor | None]
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    random_state: torch.Tensor | None = None
+
+
+def _outcome(pair: StepPair, step: Callable[[], torch.Tensor], start: _Start) -> StepOutcome:
+    start.restore(pair)
+    for tensor in (*pair.twin.parameters(), *pair.inputs):
+        tensor.grad = None  # so that a gradient that never comes shows as missing, not as zero
+    loss = step()
+    loss.backward()
+    gradients = {n: None if p.grad is None else _on_host(p.grad) for n, p in pair.parameters().items()}
+    for i, tensor in enumerate(pair.inputs):
+        if tensor.requires_grad:
+            gradients[f"input {i}"] = None if tensor.grad is None else _on_host(tensor.grad)
+    buffers = {name: _on_host(buffer) for name, buffer in pair.buffers().items()}
+    outcome = StepOutcome(_on_host(loss), gradients, buffers, torch.get_rng_state())
+    for tensor in (*pair.twin.parameters(), *pair.inputs):
+        tensor.grad = None
+    return outcome
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def compare_outcomes(
+    found: StepOutcome, expected: StepOutcome, reference: str, rtol: float, atol: float
+) -> GradientCheck:
+    """Each parameter is judged relative to its own largest gradient; NaN, a missing gradient and a changed buffer fail."""
+    faults: list[str] = []
+    largest_abs = largest_rel = 0.0
+    bitwise = torch.equal(found.loss, expected.loss)
+    for name, right in expected.gradients.items():
+        left = found.gradients.get(name)
+        if left is None or right is None:
+            if left is not right:
+                faults.append(f"{name}: gradient missing {'under the plan' if left is None else 'without the plan'}")
+            continue
+        bitwise &= torch.equal(left, right)
+        difference, size = float((left.double() - right.double()).abs().max()), float(right.double().abs().max())
+        if not (math.isfinite(difference) and math.isfinite(size)):
+            faults.append(f"{name}: gradient is not finite")
+            continue
+        largest_abs = max(largest_abs, difference)
+        largest_rel = max(largest_rel, difference / size if size else (math.inf if difference else 0.0))
+        if difference > rtol * size + atol:
+            faults.append(f"{name}: gradient differs by {difference:.3g}, its largest element is {size:.3g}")
+    faults += [
+        f"buffer {name} differs after the step"
+        for name, right in expected.buffers.items()
+        if not torch.allclose(found.buffers[name].double(), right.double(), rtol=rtol, atol=atol, equal_nan=True)
+    ]
+    if not _same_random(found, expected):
+        faults.append("the random stream stands elsewhere after the step")
+    known = not any("not finite" in fault or "missing" in fault for fault in faults)
+    return GradientCheck(
+        reference=reference,
+        passed=not faults,
+        bitwise_equal=bitwise and not faults,
+        max_abs_diff=largest_abs if known else None,
+        max_rel_diff=largest_rel if known and math.isfinite(largest_rel) else None,
+        faults=tuple(faults),
+    )
+
+
+def _same_random(found: StepOutcome, expected: StepOutcome) -> bool:
+    if found.random_state is None or expected.random_state is None:
+        return True
+    return torch.equal(found.random_state, expected.random_state)
+
+
+# --- peaks and times ---
+
+
+def _allocate_gradients(pair: StepPair) -> None:
+    for tensor in (*pair.parameters().values(), *(t for t in pair.inputs if t.requires_grad)):
+        tensor.grad = torch.zeros_like(tensor)
+
+
+def _peak_or_none(pair: StepPair, step: Callable[[], torch.Tensor]) -> tuple[int | None, int | None, int | None]:
+    """(peak above what stands before the step, device's allocated peak, device's reserved peak)."""
+    try:
+        step().backward()  # lazily made workspaces are there afterwards
+        meter = make_meter(pair.device)
+        with meter:
+            meter.mark("start")
+            loss = step()
+            loss.backward()
+            meter.mark("end")
+    except Exception as error:
+        if is_out_of_memory(error):
+            return None, None, None
+        raise
+    peak = meter.peak("start", "end") - meter.level("start")
+    if isinstance(meter, CudaAllocatorMeter):
+        return peak, torch.cuda.memory_allocated(pair.device) + peak, meter.reserved_peak_bytes
+    return peak, None, None
+
+
+def _interleaved_times(
+    pair: StepPair, trials: Trials, planned_fits: bool, plain_fits: bool, should_stop: Callable[[], bool]
+) -> tuple[list[float], list[float]]:
+    """Milliseconds of both steps in turn; which goes first changes from trial to trial."""
+    times: tuple[list[float], list[float]] = ([], [])
+    steps = [(pair.planned, times[0], planned_fits), (pair.plain, times[1], plain_fits)]
+    for trial in range(-trials.num_warmup, trials.num_trials):
+        if should_stop():
+            break
+        for step, collected, fits in steps if trial % 2 else reversed(steps):
+            if fits:
+                elapsed_ms = _time(pair, step)
+                if trial >= 0:
+                    collected.append(elapsed_ms)
+    return times
+
+
+def _time(pair: StepPair, step: Callable[[], torch.Tensor]) -> float:
+    pair.synchronize()
+    start_s = time.perf_counter()
+    step().backward()
+    pair.synchronize()
+    return (time.perf_counter() - start_s) * 1e3
+
+
+def _static_bytes(pair: StepPair) -> int:
+    tensors = [*pair.twin.parameters(), *pair.twin.buffers(), *pair.inputs]
+    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    return sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+# --- the public benchmark of a plain chain ---
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """What ``run_benchmark`` measured. Bytes are ints; None: not measured.
+
+    Attributes:
+        peak_allocated_bytes: allocator peak with weights and gradients in it.
+        activation_peak_bytes: the same above what stands before the step; what a budget bounds.
+        peak_reserved_bytes: what CUDA's caching allocator held; None on a CPU.
+        step_latency_ms: one figure per trial of forward, loss and backward.
+        throughput_samples_per_sec: first dimension of the first input, by the mean latency.
+    """
+
+    config_name: str
+    peak_allocated_bytes: int | None
+    activation_peak_bytes: int | None
+    predicted_peak_bytes: int | None
+    peak_reserved_bytes: int | None
+    step_latency_ms: tuple[float, ...]
+    no_checkpoint_activation_peak_bytes: int | None
+    no_checkpoint_step_latency_ms: tuple[float, ...]
+    batch_shape: str
+    dtype: str
+    correctness_checked: bool
+    correctness_reference: str | None
+    correctness_passed: bool | None
+    correctness_faults: tuple[str, ...]
+    bitwise_equal: bool | None
+    max_grad_diff: float | None
+    oom: bool = False
+    error_message: str | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def step_latency_ms_mean(self) -> float | None:
+        return statistics.fmean(self.step_latency_ms) if self.step_latency_ms else None
+
+    @property
+    def step_latency_ms_p50(self) -> float | None:
+        return percentile(self.step_latency_ms, 50)
+
+    @property
+    def step_latency_ms_p95(self) -> float | None:
+        return percentile(self.step_latency_ms, 95)
+
+    @property
+    def throughput_samples_per_sec(self) -> float | None:
+        mean_ms = self.step_latency_ms_mean
+        size = self.batch_shape.partition("[")[2].partition(",")[0].rstrip("]")
+        return int(size) * 1e3 / mean_ms if mean_ms and size else None
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """The value below which ``percent`` of ``values`` lie, interpolated; None for no values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def run_benchmark(
+    blocks: Sequence[CheckpointableBlock],
+    plan: CheckpointPlan,
+    example_inputs: tuple[Any, ...],
+    example_kwargs: Mapping[str, Any] | None,
+    make_target: Callable[[Any], torch.Tensor],
+    *,
+    device: str | torch.device,
+    dtype: torch.dtype | None = None,
+    num_warmup: int = 5,
+    num_trials: int = 20,
+    check_correctness: bool = True,
+    correctness_rtol: float = 1e-5,
+    correctness_atol: float = 0.0,
+) -> BenchmarkResult:
+    """Peak, latency and gradients of real steps of a plain chain under ``plan``.
+
+    Args:
+        make_target: output of the chain -> scalar loss.
+        correctness_rtol: allowed difference of a gradient, relative to the largest element of that parameter's.
+        correctness_atol: allowed absolute difference on top.
+
+    Raises:
+        PlanIncompatibleError: the plan is not one for these blocks.
+        ValueError, TypeError: wrong device or dtype, bad counts.
+    """
+    where, kwargs = torch.device(device), dict(example_kwargs or {})
+    trials = Trials(num_warmup, num_trials)
+    validate_plan(plan, blocks, example_inputs, example_kwargs)
+    require_placement(blocks, (example_inputs, kwargs), where, dtype)
+    modules = make_twin([block.module for block in blocks])
+    inputs, kwargs = private_batch((example_inputs, kwargs))
+    plain = PlainChain(modules)
+    planned = CheckpointedSequential(
+        [CheckpointableBlock(b.block_id, b.order, m) for b, m in zip(blocks, modules, strict=True)], plan
+    )
+    pair = StepPair(
+        planned=lambda: make_target(planned(*inputs, **kwargs)),
+        plain=lambda: make_target(plain(*inputs, **kwargs)),
+        twin=plain,
+        inputs=tensors_in((inputs, kwargs)),
+        device=where,
+    )
+    proof = prove(pair, trials, check_gradients=check_correctness, rtol=correctness_rtol, atol=correctness_atol)
+    return _benchmark_result(plan, pair, proof)
+
+
+def _benchmark_result(plan: CheckpointPlan, pair: StepPair, proof: StepProof) -> BenchmarkResult:
+    allocated = proof.device_peak_bytes
+    if allocated is None and proof.peak_bytes is not None:
+        allocated = proof.static_bytes + proof.peak_bytes
+    first = pair.inputs[0] if pair.inputs else None
+    check = proof.gradients
+    return BenchmarkResult(
+        config_name=plan.planner,
+        peak_allocated_bytes=allocated,
+        activation_peak_bytes=proof.peak_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        peak_reserved_bytes=proof.device_reserved_bytes,
+        step_latency_ms=proof.step_ms,
+        no_checkpoint_activation_peak_bytes=proof.no_checkpoint_peak_bytes,
+        no_checkpoint_step_latency_ms=proof.no_checkpoint_step_ms,
+        batch_shape="" if first is None else f"[{','.join(map(str, first.shape))}]",
+        dtype=",".join(sorted({str(p.dtype).removeprefix("torch.") for p in pair.twin.parameters()})),
+        correctness_checked=check is not None,
+        correctness_reference=check.reference if check else proof.gradients_note,
+        correctness_passed=check.passed if check else None,
+        correctness_faults=check.faults if check else (),
+        bitwise_equal=check.bitwise_equal if check else None,
+        max_grad_diff=check.max_abs_diff if check else None,
+        oom=proof.out_of_memory == "planned",
+        error_message="the planned step does not fit the device" if proof.out_of_memory == "planned" else None,
+        environment={
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": torch.cuda.get_device_name(pair.device) if pair.device.type == "cuda" else "cpu",
+            "threads": torch.get_num_threads(),
+        },
+    )
+
+
+@dataclass(frozen=True)
+class ConfigComparison:
+    """One result beside the reference; ratios are result / reference, None where either is not measured."""
+
+    config_name: str
+    reference_name: str
+    activation_peak_ratio: float | None
+    peak_allocated_ratio: float | None
+    latency_ratio: float | None
+    latency_p95_ratio: float | None
+    throughput_ratio: float | None
+    prediction_error: float | None  # (predicted - measured) / measured activation peak
+    correctness_passed: bool | None
+
+
+def compare_results(
+    results: Sequence[BenchmarkResult], reference: BenchmarkResult | str
+) -> tuple[ConfigComparison, ...]:
+    """Each result against ``reference``, a result or the ``config_name`` of one of them.
+
+    Raises:
+        ValueError: no result of that name, or two.
+    """
+    if isinstance(reference, str):
+        named = [r for r in results if r.config_name == reference]
+        if len(named) != 1:
+            names = ", ".join(r.config_name for r in results)
+            raise ValueError(f"reference={reference!r} names {len(named)} results; expected one of: {names}")
+        reference = named[0]
+    return tuple(_comparison(result, reference) for result in results)
+
+
+def _comparison(result: BenchmarkResult, reference: BenchmarkResult) -> ConfigComparison:
+    predicted, measured = result.predicted_peak_bytes, result.activation_peak_bytes
+    return ConfigComparison(
+        config_name=result.config_name,
+        reference_name=reference.config_name,
+        activation_peak_ratio=_ratio(measured, reference.activation_peak_bytes),
+        peak_allocated_ratio=_ratio(result.peak_allocated_bytes, reference.peak_allocated_bytes),
+        latency_ratio=_ratio(result.step_latency_ms_p50, reference.step_latency_ms_p50),
+        latency_p95_ratio=_ratio(result.step_latency_ms_p95, reference.step_latency_ms_p95),
+        throughput_ratio=_ratio(result.throughput_samples_per_sec, reference.throughput_samples_per_sec),
+        prediction_error=None if predicted is None or not measured else (predicted - measured) / measured,
+        correctness_passed=result.correctness_passed,
+    )
+
+
+def _ratio(value: float | None, reference: float | None) -> float | None:
+    return None if value is None or not reference else value / reference

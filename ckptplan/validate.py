@@ -1,0 +1,86 @@
+"""Does a plan belong to this live model? Nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ckptplan.blocks import CheckpointableBlock, model_fingerprint, takes_keyword
+from ckptplan.errors import PlanIncompatibleError
+from ckptplan.plan import CheckpointPlan, blocks_of
+
+# torch's own wrapper and fairscale's; a block inside one would be recomputed twice.
+_CHECKPOINT_WRAPPERS = ("CheckpointWrapper", "CheckpointImpl")
+
+
+def validate_plan(
+    plan: CheckpointPlan,
+    blocks: Sequence[CheckpointableBlock],
+    example_inputs: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Raise with every fault at once if ``plan`` is not a plan for ``blocks``.
+
+    Checked: block ids and their order, the tree, the fingerprint (classes, settings, shapes, dtypes,
+    ``requires_grad``, train mode), buffers that the plan guards, checkpoint wrappers already there, and that
+    every keyword argument is taken by some block.
+
+    Raises:
+        PlanIncompatibleError: with ``.faults``.
+    """
+    faults = _block_faults(plan, blocks)
+    if not faults:
+        faults += _buffer_faults(plan, blocks)
+        if plan.fingerprint and plan.fingerprint != model_fingerprint(blocks):
+            faults.append(
+                "the model is not the one that was profiled (a class, setting, shape, dtype, requires_grad flag or "
+                "train mode differs); profile it again and make a new plan"
+            )
+    faults += _wrapper_faults(blocks)
+    if example_inputs is not None and not isinstance(example_inputs, tuple):
+        faults.append(f"example_inputs is a {type(example_inputs).__name__}; expected a tuple of arguments")
+    for name in example_kwargs or {}:
+        if not any(takes_keyword(block.module, name) for block in blocks):
+            faults.append(f"no block takes the keyword argument {name!r}")
+    if faults:
+        raise PlanIncompatibleError(faults)
+
+
+def _block_faults(plan: CheckpointPlan, blocks: Sequence[CheckpointableBlock]) -> list[str]:
+    planned = [decision.block_id for decision in plan.decisions]
+    given = [block.block_id for block in blocks]
+    if planned != given:
+        return [f"the plan is for the blocks {_listed(planned)}, given are {_listed(given)}"]
+    if list(blocks_of(plan.nodes)) != list(range(len(blocks))):
+        return [f"the plan's tree {plan.text!r} does not cover blocks 0 to {len(blocks) - 1} in order"]
+    return []
+
+
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    shown = ", ".join(names[:most])
+    return f"[{shown}{', ...' if len(names) > most else ''}] ({len(names)})"
+
+
+def _buffer_faults(plan: CheckpointPlan, blocks: Sequence[CheckpointableBlock]) -> list[str]:
+    faults = []
+    for decision, block in zip(plan.decisions, blocks, strict=True):
+        there = {name for name, _ in block.module.named_buffers(remove_duplicate=False)}
+        for name in decision.mutated_buffers or ():
+            if name not in there:
+                faults.append(f"the plan guards the buffer {block.block_id}.{name}, which the model does not have")
+    return faults
+
+
+def _wrapper_faults(blocks: Sequence[CheckpointableBlock]) -> list[str]:
+    return [
+        f"{block.block_id} is wrapped for checkpointing already ({type(part).__name__}), so it would be recomputed "
+        "twice; remove that wrapper"
+        for block in blocks
+        for part in _first_wrapper(block.module)
+    ]
+
+
+def _first_wrapper(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.modules() if type(part).__name__ in _CHECKPOINT_WRAPPERS][:1]
