@@ -30,11 +30,11 @@ from ckptplan.config import (
     shell_override,
 )
 from ckptplan.errors import CkptplanError, ConfigError
+from ckptplan.sweeps import SweepTerminated
 
 CONFIG_NAME = "train"
-EXIT_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
-# Exit codes of a run that count as an answer in a multirun: ok, infeasible, over_budget, oom.
-FINE_IN_A_SWEEP = (0, 3, 4, 5)
+EXIT_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
+FINE_IN_A_SWEEP = (0, 3, 4, 5)  # exit codes that are an answer: ok, infeasible, over_budget, oom
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ def main(arguments: Sequence[str]) -> int:
     except CkptplanError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except SweepTerminated:
+        return EXIT_TERMINATED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
