@@ -194,13 +194,13 @@ def _backward(
 def random_streams_kept(device: torch.device | str = "cpu") -> Iterator[None]:
     """Put the random states of Python, NumPy, torch and the CUDA device back on leaving."""
     is_cuda = torch.device(device).type == "cuda"
-    python, legacy_numpy = random.getstate(), np.random.get_state()
+    python, legacy_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (users' code draws from it)
     with torch.random.fork_rng(devices=[torch.device(device)] if is_cuda else []):
         try:
             yield
         finally:
             random.setstate(python)
-            np.random.set_state(legacy_numpy)
+            np.random.set_state(legacy_numpy)  # noqa: NPY002
 
 
 @contextmanager
@@ -311,7 +311,8 @@ def train(
     """
     run = _Run(model, data, optimizer, learning_rate_at, settings, recorder, tracker, stop or StopFlag())
     run.step = start_step
-    model.train()
+    if not model.training:  # else leave the flags alone: a user may have frozen single modules with eval()
+        model.train()
     optimizer.zero_grad(set_to_none=True)
     with _progress(console or Console(stderr=True), settings, start_step) as report:
         reading = windows(data, settings.accumulate, start_step)
@@ -396,9 +397,9 @@ class _Run:
     def _give_up_if_hopeless(self) -> None:
         if self.bad_in_a_row >= self.settings.max_bad_steps:
             raise NonFiniteError(
-                f"{self.bad_in_a_row} updates in a row had NaN or infinite loss or gradients, the last at step {self.step}; "
-                "the weights are those of the last good update. Try a lower optimizer.lr, scheduler.warmup_steps, "
-                "a smaller clip_norm, or runtime.dtype=float32",
+                f"{self.bad_in_a_row} updates in a row had NaN or infinite loss or gradients, the last at step "
+                f"{self.step}; the weights are those of the last good update. Try a lower optimizer.lr, "
+                "scheduler.warmup_steps, a smaller clip_norm, or runtime.dtype=float32",
                 step=self.step,
                 consecutive=self.bad_in_a_row,
             )

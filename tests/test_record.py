@@ -168,8 +168,8 @@ def test_the_environment_names_versions_machine_and_the_commit_of_a_checkout(tmp
 
 
 def test_records_and_tables_load_no_torch() -> None:
-    code = "import ckptplan.record, ckptplan.tracking, ckptplan.stopping, ckptplan.report.tables, sys; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent
-    )
+    names = "ckptplan.record, ckptplan.tracking, ckptplan.stopping, ckptplan.report.tables"
+    code = f"import {names}, sys; print('torch' in sys.modules)"
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout.strip() == "False"

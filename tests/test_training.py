@@ -29,6 +29,7 @@ from ckptplan.record import RunRecorder, load_metrics
 from ckptplan.stopping import StopFlag
 from ckptplan.training import (
     TrainSettings,
+    TrainSummary,
     accumulate_gradients,
     autocast,
     evaluate,
@@ -81,6 +82,11 @@ def constant_rate(rate: float = 0.1) -> Any:
     return lambda step: rate
 
 
+def train_plainly(model: nn.Module, data: ListData, settings: TrainSettings, **options: Any) -> TrainSummary:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return train(model, data, optimizer, learning_rate_at=constant_rate(), settings=settings, **options)
+
+
 def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
@@ -97,7 +103,7 @@ class DropoutNet(nn.Module):
         hidden = nn.functional.dropout(torch.tanh(self.inner(x)), 0.5, self.training or self.noisy_eval)
         if self.noisy_eval and not self.training:
             random.random()
-            np.random.random()
+            np.random.random()  # noqa: NPY002 (the global stream is the point)
         return self.head(hidden)
 
 
@@ -146,7 +152,7 @@ def test_a_window_with_only_ignored_labels_gives_zero_gradients() -> None:
         batch.targets[:] = -100
     assert accumulate_gradients(model, window, TrainSettings(steps=1)) is None
     assert [float(g.abs().max()) for g in gradients(model)] == [0.0, 0.0]
-    assert float(loss_of(model, window[0])) == 0.0
+    assert loss_of(model, window[0]).item() == 0.0
 
 
 def test_seven_micro_batches_by_three_are_three_updates_an_epoch_and_never_cross_it(tmp_path: Path) -> None:
@@ -318,12 +324,13 @@ def test_how_often_one_evaluates_or_logs_does_not_change_the_training(every: int
     def final_state(settings: TrainSettings) -> tuple[dict[str, Tensor], list[float]]:
         model = DropoutNet(noisy_eval=True)
         random.seed(3)
-        np.random.seed(3)
+        np.random.seed(3)  # noqa: NPY002
         torch.manual_seed(3)
         data = ListData(make_batches([4] * 5), evaluation=make_batches([4, 2], seed=9), shuffled=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         train(model, data, optimizer, learning_rate_at=constant_rate(0.01), settings=settings)
-        return model.state_dict(), [random.random(), float(np.random.random()), float(torch.rand(()))]
+        draws = [random.random(), float(np.random.random()), float(torch.rand(()))]  # noqa: NPY002
+        return model.state_dict(), draws
 
     state, draws = final_state(TrainSettings(steps=12, eval_every=every, log_every=log_every))
     expected_state, expected_draws = final_state(TrainSettings(steps=12, eval_every=2))
@@ -341,32 +348,38 @@ def test_evaluation_is_the_mean_over_all_targets_and_leaves_train_flags_as_they_
     assert [module.training for module in model.modules()] == flags
     model.eval()
     inputs, targets = torch.cat([b.inputs for b in batches]), torch.cat([b.targets for b in batches])
-    assert found == pytest.approx(float(nn.functional.cross_entropy(model(inputs), targets)), rel=1e-6)
+    assert found == pytest.approx(nn.functional.cross_entropy(model(inputs), targets).item(), rel=1e-6)
 
 
 def test_evaluation_lines_have_the_step_and_the_last_step_is_evaluated(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
     data = ListData(make_batches([4]), evaluation=make_batches([4]))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with RunRecorder(tmp_path) as recorder:
         settings = TrainSettings(steps=5, eval_every=2)
-        summary = train(model, data, optimizer, learning_rate_at=constant_rate(), settings=settings, recorder=recorder)
+        summary = train_plainly(model, data, settings, recorder=recorder)
     rows = [row for row in load_metrics(tmp_path) if "eval/loss" in row]
     assert [row["step"] for row in rows] == [2, 4, 5]
     assert summary.eval_loss == rows[-1]["eval/loss"]
 
 
+def test_training_starts_in_train_mode_but_leaves_frozen_modules_frozen() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model[1].eval()
+    train_plainly(model, ListData(make_batches([4])), TrainSettings(steps=1))
+    assert [module.training for module in model] == [True, False, True]
+    model.eval()
+    train_plainly(model, ListData(make_batches([4])), TrainSettings(steps=1))
+    assert [module.training for module in model] == [True, True, True]
+
+
 def test_the_summary_averages_the_first_and_the_last_tenth(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
     data = ListData([Batch(torch.randn(2, 5, 4), torch.zeros(2, 5, dtype=torch.int64))], kind="tokens")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with RunRecorder(tmp_path) as recorder:
-        summary = train(
+        summary = train_plainly(
             model,
             data,
-            optimizer,
-            learning_rate_at=constant_rate(),
-            settings=TrainSettings(steps=25),
+            TrainSettings(steps=25),
             recorder=recorder,
         )
     rows = load_metrics(tmp_path)
@@ -397,12 +410,9 @@ class Poisoned(nn.Module):
 
 def test_an_update_with_nan_is_left_out_told_once_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Poisoned(bad_calls=[2, 4])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with RunRecorder(tmp_path) as recorder, caplog.at_level(logging.WARNING):
         data = ListData(make_batches([4]))
-        summary = train(
-            model, data, optimizer, learning_rate_at=constant_rate(), settings=TrainSettings(steps=5), recorder=recorder
-        )
+        summary = train_plainly(model, data, TrainSettings(steps=5), recorder=recorder)
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert summary.skipped_updates == 2
     rows = load_metrics(tmp_path)
@@ -416,10 +426,8 @@ def test_an_update_with_nan_is_left_out_told_once_and_counted(tmp_path: Path, ca
 
 def test_five_bad_updates_in_a_row_end_the_run_with_the_last_good_weights() -> None:
     model = Poisoned(bad_calls=range(3, 100))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(NonFiniteError, match="5 updates in a row .* the last at step 7") as caught:
-        data = ListData(make_batches([4]))
-        train(model, data, optimizer, learning_rate_at=constant_rate(), settings=TrainSettings(steps=50))
+    with pytest.raises(NonFiniteError, match=r"5 updates in a row .* the last at step 7") as caught:
+        train_plainly(model, ListData(make_batches([4])), TrainSettings(steps=50))
     assert (caught.value.step, caught.value.consecutive) == (7, 5)
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
@@ -441,24 +449,16 @@ class InfiniteGradient(nn.Module):
 def test_an_infinite_gradient_of_a_finite_loss_is_caught_too() -> None:
     model = InfiniteGradient()
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(NonFiniteError):
-        train(
-            model,
-            ListData(make_batches([4])),
-            optimizer,
-            learning_rate_at=constant_rate(),
-            settings=TrainSettings(steps=9),
-        )
+        train_plainly(model, ListData(make_batches([4])), TrainSettings(steps=9))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
 
 def test_the_loss_scaler_may_back_off_many_times_before_the_run_is_given_up() -> None:
     model = InfiniteGradient()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = TrainSettings(steps=100, autocast_dtype=torch.float16)
     with pytest.raises(NonFiniteError) as caught:
-        train(model, ListData(make_batches([4])), optimizer, learning_rate_at=constant_rate(), settings=settings)
+        train_plainly(model, ListData(make_batches([4])), settings)
     # 65536 halves 16 times down to 1; from the 17th on the scale is below 1 and five more end it
     assert caught.value.step == 16 + 5
 
@@ -468,10 +468,7 @@ def test_autocast_trains_close_to_float32(dtype: torch.dtype) -> None:
     def final(settings: TrainSettings) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        summary = train(
-            model, ListData(make_batches([8, 8])), optimizer, learning_rate_at=constant_rate(), settings=settings
-        )
+        summary = train_plainly(model, ListData(make_batches([8, 8])), settings)
         assert summary.skipped_updates == 0
         return [p.detach() for p in model.parameters()]
 
@@ -496,7 +493,7 @@ def test_a_low_precision_model_still_sums_its_loss_in_float32() -> None:
     loss_sum, count = micro_batch_loss(model, batch)
     assert (loss_sum.dtype, count) == (torch.float32, 4000)
     right = nn.functional.cross_entropy(model(batch.inputs).double(), batch.targets, reduction="sum")
-    assert float(loss_sum) == pytest.approx(float(right), rel=1e-6)
+    assert loss_sum.item() == pytest.approx(right.item(), rel=1e-6)
 
 
 # --- being stopped, and being watched ---
@@ -506,10 +503,9 @@ def test_a_stop_during_a_step_ends_the_run_after_that_step() -> None:
     stop = StopFlag()
     model = Poisoned(bad_calls=[])
     model.register_forward_hook(lambda module, args, out: stop.request(15) if module.calls == 5 else None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = TrainSettings(steps=50, accumulate=2)
     data = ListData(make_batches([4] * 4))
-    summary = train(model, data, optimizer, learning_rate_at=constant_rate(), settings=settings, stop=stop)
+    summary = train_plainly(model, data, settings, stop=stop)
     assert (summary.steps, summary.ended, summary.signal) == (3, "interrupted", "SIGTERM")
     assert model.calls == 6  # the window in hand was finished
 
@@ -518,20 +514,18 @@ def test_a_stop_during_evaluation_ends_it_at_the_next_batch_and_reports_no_loss(
     stop = StopFlag()
     model = Poisoned(bad_calls=[])
     model.register_forward_hook(lambda module, args, out: None if module.training else stop.request(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = ListData(make_batches([4]), evaluation=make_batches([4] * 10))
     settings = TrainSettings(steps=50, eval_every=1)
-    summary = train(model, data, optimizer, learning_rate_at=constant_rate(), settings=settings, stop=stop)
+    summary = train_plainly(model, data, settings, stop=stop)
     assert (summary.steps, summary.ended, summary.signal, summary.eval_loss) == (1, "interrupted", "SIGINT", None)
     assert model.calls == 2
 
 
 def test_without_a_terminal_a_line_is_logged_every_so_many_steps(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with caplog.at_level(logging.INFO):
         settings = TrainSettings(steps=23, log_every=10)
-        train(model, ListData(make_batches([4])), optimizer, learning_rate_at=constant_rate(), settings=settings)
+        train_plainly(model, ListData(make_batches([4])), settings)
     assert [record.getMessage().split("  ")[0] for record in caplog.records] == [
         "step 1/23", "step 10/23", "step 20/23", "step 23/23",
     ]  # fmt: skip
@@ -545,14 +539,11 @@ def test_the_terminal_gets_a_bar_and_no_colour_if_it_asks_for_none(monkeypatch: 
         stream = io.StringIO()
         console = Console(file=stream, force_terminal=True, width=100, color_system="standard")
         model = nn.Linear(4, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         settings = TrainSettings(steps=4)
-        train(
+        train_plainly(
             model,
             ListData(make_batches([4])),
-            optimizer,
-            learning_rate_at=constant_rate(),
-            settings=settings,
+            settings,
             console=console,
         )
         outputs[no_color] = stream.getvalue()
