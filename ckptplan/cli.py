@@ -76,7 +76,7 @@ def config_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "conf"
 
 
-def prepare_hydra(*, reserve_folders: bool) -> None:
+def prepare_hydra(*, reserve_folders: bool) -> RunFolders:
     """Make our schema, resolvers and launcher known to Hydra.
 
     ``reserve_folders``: whether resolving ``run_folder`` creates the folder (a run does, ``--cfg`` does not).
@@ -85,12 +85,13 @@ def prepare_hydra(*, reserve_folders: bool) -> None:
     if Path(plugins).is_dir() and plugins not in sys.path:
         sys.path.append(plugins)  # in the wheel the plugin stands at the top level
     register_schema()
-    folders = _RunFolders(reserve_folders)
+    folders = RunFolders(reserve_folders)
     OmegaConf.register_new_resolver("run_folder", folders, replace=True)
     OmegaConf.register_new_resolver("job_folder", _job_folder, replace=True)
+    return folders
 
 
-class _RunFolders:
+class RunFolders:
     """The resolver ``run_folder``: <root>/<date>/<time>, a name of its own per process and root.
 
     The folder is created exclusively, so two runs started in the same second never share one.
@@ -104,6 +105,13 @@ class _RunFolders:
         if root not in self._by_root:
             self._by_root[root] = str(fresh_folder(Path(root), create=self._reserve))
         return self._by_root[root]
+
+    def remove_unused(self) -> None:
+        """Take away the folders of runs that never began: they hold nothing, or only Hydra's multirun.yaml."""
+        for folder in map(Path, self._by_root.values()):
+            if self._reserve and folder.is_dir() and {path.name for path in folder.iterdir()} <= {"multirun.yaml"}:
+                (folder / "multirun.yaml").unlink(missing_ok=True)
+                folder.rmdir()
 
 
 def fresh_folder(root: Path, *, create: bool = True) -> Path:
@@ -140,11 +148,10 @@ def _job_folder(*, _root_: DictConfig) -> str:
 
 def _run_hydra(arguments: list[str]) -> int:
     import hydra
-    from hydra._internal.utils import get_args_parser  # the parser that hydra.main uses; pinned by a test
 
-    options = get_args_parser().parse_args(arguments)
+    options = parse_arguments(arguments)
     is_run = not (options.help or options.hydra_help or options.cfg or options.info or options.shell_completion)
-    prepare_hydra(reserve_folders=is_run)
+    folders = prepare_hydra(reserve_folders=is_run)
     start_folder = str(Path.cwd())
     if start_folder not in sys.path:
         sys.path.append(start_folder)  # a model of the user's own lies where they start
@@ -153,13 +160,43 @@ def _run_hydra(arguments: list[str]) -> int:
     def job(config: DictConfig) -> None:
         exit_codes.append(_job(config))
 
-    with _own_messages(options.overrides), _hydra_environment(arguments):
-        if is_run and not options.multirun:
-            _check_single_run(options)
-        hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=CONFIG_NAME)(job)()
+    try:
+        with _own_messages(options.overrides):
+            if is_run and not options.multirun:
+                _check_single_run(options)
+            with _hydra_environment(open_swept_groups(arguments) if options.multirun else arguments):
+                hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=CONFIG_NAME)(job)()
+    except ConfigError:
+        folders.remove_unused()
+        raise
     if len(exit_codes) > 1:  # jobs of a multirun in this process (hydra/launcher=basic)
         return EXIT_FAILED if any(code not in FINE_IN_A_SWEEP for code in exit_codes) else 0
     return exit_codes[0] if exit_codes else 0
+
+
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
+    """Hydra's own command line; a flag that it does not have is a ``ConfigError``."""
+    from hydra._internal.utils import get_args_parser  # the parser that hydra.main uses; pinned by a test
+
+    options, unknown = get_args_parser().parse_known_args(list(arguments))
+    if unknown:
+        flag = unknown[0]
+        name = flag.lstrip("-")
+        remedy = f"{name if '=' in name else f'{name}=...'} for a value of the config; --help lists what there is"
+        raise ConfigError(f"{flag}: there is no such flag\n  type: {remedy}")
+    return options
+
+
+def open_swept_groups(arguments: Sequence[str]) -> list[str]:
+    """Arguments of a multirun in which ``model.width=64`` beside ``model=gpt,vit`` becomes ``++model.width=64``.
+
+    Hydra checks such a key against the default member of the group, which may not have it, before it composes the
+    jobs. Our own check against each job's class follows, so a mistyped key is still found before the first job.
+    """
+    swept = {group for group, _, value in (text.partition("=") for text in arguments) if "," in value}
+    opened = {group for group in ("data", "model", "optimizer") if group in swept}
+    opened |= {"data"} if "model" in swept else set()  # a model may name its own data
+    return [f"++{text}" if text.partition(".")[0] in opened and "=" in text else text for text in arguments]
 
 
 @contextlib.contextmanager
@@ -209,12 +246,11 @@ def explain_hydra(error: Exception, overrides: Sequence[str]) -> ConfigError:
     if message.startswith("Ambiguous value"):
         override = next((text for text in overrides if f"'{text}'" in message), "")
         key, _, value = override.partition("=")
-        return config_error(
-            key,
-            value,
-            "several values",
-            remedy=f"-m {override} for one run each, or {shell_override(key, value)} for text",
-        )
+        remedy = f"-m {override} for one run each, or {shell_override(key, value)} for text"
+        return config_error(key, value, "several values", remedy=remedy)
+    for text in overrides:
+        if message.startswith(f"Multiple values for {text.lstrip('+').partition('=')[0]}."):
+            return ConfigError(f"{text}: it has a value already\n  type: {text.lstrip('+')}")
     return ConfigError(message)
 
 
@@ -246,7 +282,11 @@ def _check_single_run(options: Namespace) -> None:
         overrides.append(f"+hydra.searchpath={hydra_text(f'file://{folder}')}")
     conf = str(Path(options.config_path).absolute() if options.config_path else config_folder())
     with hydra.initialize_config_dir(version_base="1.3", config_dir=conf):
-        config = hydra.compose(options.config_name or CONFIG_NAME, overrides=overrides, return_hydra_config=True)
+        try:
+            config = hydra.compose(options.config_name or CONFIG_NAME, overrides=overrides, return_hydra_config=True)
+        except (ValueError, TypeError, AssertionError) as error:  # what Hydra's composition raises on odd overrides
+            shown = " ".join(options.overrides)
+            raise ConfigError(f"{shown}: {error}\n  type: group=option or key=value, see --help") from error
         HydraConfig.instance().set_config(config)
         if str(config.hydra.mode) == "RunMode.MULTIRUN":
             return

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
+    InterpolationKeyError,
     MissingMandatoryValue,
     OmegaConfBaseException,
     ValidationError,
@@ -312,7 +313,7 @@ def unknown_key(config: DictConfig, key: str, value: object = NOT_GIVEN) -> Conf
         remedy = f"{meant}={value}" if meant else None
         return config_error(key, value, f"there is no key {parent}", meant=meant, remedy=remedy)
     prefix = f"{parent}." if parent else ""
-    siblings = [f"{prefix}{name}" for name in node if name != "hydra"]
+    siblings = [f"{prefix}{name}" for name in map(str, node) if name != "hydra"]
     siblings += WHOLE_RUN_GROUPS if not parent else ()
     elsewhere = [name for name in own_keys if name.endswith(f".{last}")]
     close = nearest(last, [name.removeprefix(prefix) for name in siblings])
@@ -339,12 +340,26 @@ def explain_omegaconf(
         return config_error(key, NOT_GIVEN, "a value has to be given", remedy=f"{key}=...")
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)) and config is not None:
         return unknown_key(config, key, value)
+    if isinstance(error, InterpolationKeyError):
+        return _broken_reference(error, key, config)
     expected = expected_words(key)
     if isinstance(error, ValidationError) and expected:
         problem = f"{'empty' if value == '' else 'not valid'}; expected {expected}"
         return config_error(key, value, problem, remedy=f"{key}={_example(key)}")
     first_line = str(error).strip().partition("\n")[0]
     return ConfigError(f"{key}: {first_line}" if key else first_line)
+
+
+def _broken_reference(error: InterpolationKeyError, key: str, config: DictConfig | None) -> ConfigError:
+    """A value that is taken from another key, which this run does not have: mostly a model and data that do not fit."""
+    wanted = re.search(r"'([^']+)'", str(error))
+    source = wanted[1] if wanted else "another key"
+    problem = f"it is taken from {source}, which this run does not have"
+    targets = {name: config and OmegaConf.select(config, f"{name}._target_") for name in ("model", "data")}
+    if source.startswith("data.") and all(targets.values()):
+        problem += f"; the data {targets['data']} does not fit the model {targets['model']}"
+        return config_error(key, NOT_GIVEN, problem, remedy=f"data=<one that has {source[5:]}>, or {key}=<a value>")
+    return config_error(key, NOT_GIVEN, problem, remedy=f"{key}=<a value>")
 
 
 # --- from Hydra's config to RunConfig --------------------------------------------------------------------------------
@@ -380,13 +395,14 @@ def resolve(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     """
     given = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     try:
-        plain = OmegaConf.masked_copy(given, [key for key in given if key != "hydra"])
+        plain = OmegaConf.masked_copy(given, [key for key in map(str, given) if key != "hydra"])
         resolved = OmegaConf.to_container(
             OmegaConf.merge(schema(), OmegaConf.to_container(plain, resolve=True, throw_on_missing=True)),
             enum_to_str=True,
         )
     except OmegaConfBaseException as error:
-        raise explain_omegaconf(error, schema()) from error
+        known = given if isinstance(error, InterpolationKeyError) else schema()
+        raise explain_omegaconf(error, known) from error
     assert isinstance(resolved, dict)
     if all(resolved[key] is None for key in BUDGET_KEYS):
         resolved["budget_frac"] = DEFAULT_BUDGET_FRAC

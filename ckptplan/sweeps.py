@@ -16,12 +16,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from ckptplan.errors import CkptplanError
+from ckptplan.record import ErrorRecord, RunResult, load_result, write_atomic
 from ckptplan.units import format_bytes, format_seconds
 
 log = logging.getLogger(__name__)
@@ -39,14 +40,14 @@ class Job:
     Attributes:
         overrides: what the job was asked for, as typed ("planner=dp").
         command: the whole command line of its process.
-        facts: what its ``result.json`` says of it where the job could not write one itself.
+        result: what is known of it before it runs; its ``result.json`` where the job cannot write one itself.
     """
 
     index: int
     overrides: tuple[str, ...]
     folder: Path
     command: tuple[str, ...]
-    facts: Mapping[str, Any]
+    result: RunResult
 
 
 class SweepTerminated(KeyboardInterrupt):
@@ -59,28 +60,13 @@ def run_jobs(jobs: Sequence[Job], folder: Path, *, fail_fast: bool = False, time
     Raises ``CkptplanError`` at the end if a job failed, ``KeyboardInterrupt`` where the user stopped the sweep; the
     table holds what there is in any case.
     """
-    results: list[dict[str, Any]] = []
-    seconds: list[float] = []
     log.info(f"{len(jobs)} jobs, one at a time, each in a process of its own, below {folder}")
     for job in jobs:
         log.info(f"  {job.index:3d}  {' '.join(job.overrides) or '(the defaults)'}")
+    results: list[dict[str, Any]] = []
     try:
         with _sigterm_interrupts():
-            for count, job in enumerate(jobs, start=1):
-                log.info(f"[{count}/{len(jobs)}] {' '.join(job.overrides)}")
-                started = time.monotonic()
-                try:
-                    results.append(run_in_process(job, timeout_s))
-                except KeyboardInterrupt:
-                    results.append(read_result(job))
-                    raise
-                seconds.append(time.monotonic() - started)
-                left_s = sum(seconds) / len(seconds) * (len(jobs) - count)
-                log.info(f"    {describe(results[-1])}; {format_seconds(seconds[-1])}, {format_seconds(left_s)} to go")
-                if results[-1]["status"] not in FINE_STATUSES:
-                    log.info(_indented_tail(job.folder / CONSOLE_FILE))
-                    if fail_fast:
-                        break
+            _run_each(jobs, results, fail_fast, timeout_s)
     finally:
         rows = [table_row(result, job) for job, result in zip(jobs, results, strict=False)]
         write_table(rows, results, folder)
@@ -89,6 +75,25 @@ def run_jobs(jobs: Sequence[Job], folder: Path, *, fail_fast: bool = False, time
     failed = [row["job"] for row in rows if row["status"] not in FINE_STATUSES]
     if failed:
         raise CkptplanError(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)} (in {folder})")
+
+
+def _run_each(jobs: Sequence[Job], results: list[dict[str, Any]], fail_fast: bool, timeout_s: float | None) -> None:
+    """Append the result of each job as it ends, also of the one that the user stopped."""
+    started = time.monotonic()
+    for count, job in enumerate(jobs, start=1):
+        log.info(f"[{count}/{len(jobs)}] {' '.join(job.overrides)}")
+        try:
+            results.append(run_in_process(job, timeout_s))
+        except KeyboardInterrupt:
+            results.append(read_result(job))
+            raise
+        elapsed_s = time.monotonic() - started
+        left = f"; about {format_seconds(elapsed_s / count * (len(jobs) - count))} to go" if count < len(jobs) else ""
+        log.info(f"    {describe(results[-1])}{left}")
+        if results[-1]["status"] not in FINE_STATUSES:
+            log.info(_indented_tail(job.folder / CONSOLE_FILE))
+            if fail_fast:
+                return
 
 
 # --- one job ----------------------------------------------------------------------------------------------------------
@@ -110,24 +115,24 @@ def run_in_process(job: Job, timeout_s: float | None = None) -> dict[str, Any]:
             exit_code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             stop(process, signal.SIGTERM)
-            return _complete(job, "timeout", {"type": "timeout", "message": f"still running after {timeout_s:g} s"})
+            return _complete(job, "timeout", ErrorRecord("timeout", f"still running after {timeout_s:g} s"))
         except KeyboardInterrupt as error:
-            terminated = isinstance(error, SweepTerminated)
-            stop(process, signal.SIGTERM if terminated else signal.SIGINT)
-            _complete(job, "interrupted", {"type": type(error).__name__, "message": "the sweep was stopped"})
+            asked = signal.SIGTERM if isinstance(error, SweepTerminated) else signal.SIGINT
+            stop(process, asked)
+            _complete(job, "interrupted", ErrorRecord("interrupted", "the sweep was stopped", signal=asked.name))
             raise
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         hint = "; often the system, out of memory" if name == "SIGKILL" else ""
-        return _complete(job, "failed", {"type": name, "message": f"ended by {name}{hint}", "signal": -exit_code})
+        return _complete(job, "failed", ErrorRecord(name, f"ended by {name}{hint}", signal=name))
     if not (job.folder / "result.json").exists():
         message = _last_lines(job.folder / CONSOLE_FILE) or "no output"
-        return _complete(job, "failed", {"type": f"exit code {exit_code}", "message": message, "signal": None})
+        return _complete(job, "failed", ErrorRecord(f"exit code {exit_code}", message))
     return read_result(job)
 
 
 def stop(process: subprocess.Popen[bytes], signal_number: int) -> None:
-    """Ask the process to end, wait ``STOP_GRACE_S``, then kill it and its children."""
+    """Ask the process to end, wait ``STOP_GRACE_S``, then kill it with its children."""
     process.send_signal(signal_number)
     try:
         process.wait(STOP_GRACE_S)
@@ -141,23 +146,19 @@ def stop(process: subprocess.Popen[bytes], signal_number: int) -> None:
 def read_result(job: Job) -> dict[str, Any]:
     """The job's ``result.json``; where that is missing or torn, what we know with status failed."""
     try:
-        loaded = json.loads((job.folder / "result.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        return _complete(job, "failed", {"type": "no result", "message": str(error), "signal": None})
-    return dict(loaded)
+        return load_result(job.folder)
+    except (OSError, CkptplanError) as error:
+        return _complete(job, "failed", ErrorRecord("no result", str(error)))
 
 
-def _complete(job: Job, status: str, error: Mapping[str, Any]) -> dict[str, Any]:
-    """Write ``result.json`` with what the job itself wrote last, ``status`` and ``error`` on top."""
-    path = job.folder / "result.json"
+def _complete(job: Job, status: str, error: ErrorRecord) -> dict[str, Any]:
+    """Write ``result.json`` for a job that ended badly: what it wrote itself, with ``status`` and ``error`` on top."""
     try:
-        written = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        written = {}
-    if written.get("status") == "interrupted" and status != "failed":
-        error = written.get("error") or error  # the job ended by itself on our signal and knows more
-    result = {"schema": "ckptplan.result/1", **job.facts, **written, "status": status, "error": dict(error)}
-    _write_whole(path, json.dumps(result, indent=2) + "\n")
+        result = load_result(job.folder)
+    except (OSError, CkptplanError):
+        result = job.result.to_dict()
+    result |= {"status": status, "error": result["error"] or asdict(error)}
+    write_atomic(job.folder / "result.json", json.dumps(result, indent=2) + "\n")
     return result
 
 
@@ -241,20 +242,20 @@ def describe(result: Mapping[str, Any]) -> str:
 def write_table(rows: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """``results.jsonl`` (each job's whole result), ``results.csv`` and ``results.md`` (a row each)."""
     whole = [{"job": row["job"], "index": row["index"], **result} for row, result in zip(rows, results, strict=True)]
-    _write_whole(folder / "results.jsonl", "".join(json.dumps(result) + "\n" for result in whole))
+    write_atomic(folder / "results.jsonl", "".join(json.dumps(result) + "\n" for result in whole))
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=["index", "job", *_COLUMNS], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    _write_whole(folder / "results.csv", text.getvalue())
+    write_atomic(folder / "results.csv", text.getvalue())
     lines = ["| " + " | ".join(_PRINTED) + " |", "|" + " --- |" * len(_PRINTED)]
     lines += ["| " + " | ".join(_cell(column, row[column]) for column in _PRINTED) + " |" for row in rows]
-    _write_whole(folder / "results.md", "\n".join(lines) + "\n")
+    write_atomic(folder / "results.md", "\n".join(lines) + "\n")
 
 
 def text_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The printed table: a column as wide as its widest cell."""
-    heads = [column.removesuffix("_bytes").replace("_", " ") for column in _PRINTED]
+    heads = [column.replace("_", " ") for column in _PRINTED]
     cells = [heads, *([_cell(column, row[column]) for column in _PRINTED] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
@@ -266,10 +267,3 @@ def _cell(column: str, value: object) -> str:
     if column.endswith("_bytes") and isinstance(value, int):
         return format_bytes(value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write aside and rename: a reader sees the old file or the new one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)

@@ -118,7 +118,7 @@ def instantiate(node: Mapping[str, Any], key: str, **extra: Any) -> Any:
 
 
 def _type_hints(target: Callable[..., Any]) -> dict[str, Any]:
-    function = target.__init__ if inspect.isclass(target) else target  # type: ignore[misc]
+    function = target.__init__ if inspect.isclass(target) else target
     try:
         return typing.get_type_hints(function)
     except (NameError, TypeError, AttributeError):  # annotations that cannot be resolved say nothing

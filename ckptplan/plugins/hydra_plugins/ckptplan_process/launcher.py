@@ -24,6 +24,7 @@ class ProcessLauncher(Launcher):
         self._config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        from ckptplan.record import BudgetRecord, RunResult
         from ckptplan.sweeps import Job, run_jobs
 
         setup_globals()
@@ -37,15 +38,15 @@ class ProcessLauncher(Launcher):
             loaded, resolved = load_config(config), resolve(config)
             self._check_targets_once(loaded, config, checked)
             job_folder = folder / job_folder_name(index, loaded, resolved)
-            facts = {
-                "config_hash": config_hash(resolved),
-                "name": loaded.name,
-                "planner": loaded.planner.name,
-                "seed": loaded.seed,
-                "budget": {"kind": loaded.target.key, "value": loaded.target.value},
-            }
+            result = RunResult(
+                config_hash=config_hash(resolved),
+                name=loaded.name,
+                planner=loaded.planner.name,
+                seed=loaded.seed,
+                budget=BudgetRecord(loaded.target.key, loaded.target.value),
+            )
             command = self._command(list(overrides), index, job_folder, loaded)
-            jobs.append(Job(index, tuple(overrides), job_folder, command, facts))
+            jobs.append(Job(index, tuple(overrides), job_folder, command, result))
             configs.append(loaded)
         settings = configs[0].sweep
         run_jobs(jobs, folder, fail_fast=settings.fail_fast, timeout_s=settings.timeout_s)
