@@ -16,19 +16,19 @@ GROUPS = 4  # of every GroupNorm; divides all widths
 
 
 class ConvPair(nn.Module):
-    """Twice: 3 x 3 convolution, GroupNorm, SiLU."""
+    """GroupNorm, SiLU and a 3 x 3 convolution, twice; the first changes the width, the second adds to what it gets."""
 
     def __init__(self, width_in: int, width_out: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(width_in, width_out, 3, padding=1)
-        self.norm1 = nn.GroupNorm(GROUPS, width_out)
+        self.norm1 = nn.GroupNorm(GROUPS, width_in)
         self.conv2 = nn.Conv2d(width_out, width_out, 3, padding=1)
         self.norm2 = nn.GroupNorm(GROUPS, width_out)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, width_in, H, W) -> (B, width_out, H, W)."""
-        x = F.silu(self.norm1(self.conv1(x)))
-        return F.silu(self.norm2(self.conv2(x)))
+        x = self.conv1(F.silu(self.norm1(x)))
+        return x + self.conv2(F.silu(self.norm2(x)))
 
 
 class Down(nn.Module):

@@ -25,7 +25,9 @@ def torch_layer(block: TransformerBlock) -> nn.TransformerEncoderLayer:
         "norm1.": block.norm1,
         "norm2.": block.norm2,
     }
-    layer.load_state_dict({f"{name}{part}": getattr(ours, part) for name, ours in pairs.items() for part in ("weight", "bias")})
+    layer.load_state_dict(
+        {f"{name}{part}": getattr(ours, part) for name, ours in pairs.items() for part in ("weight", "bias")}
+    )
     return layer
 
 

@@ -12,14 +12,15 @@ from ckptplan.models.unet import ConvPair
 
 
 def conv_pair(x: Tensor, convs: ConvPair) -> Tensor:
+    branches = []
     for conv, norm in ((convs.conv1, convs.norm1), (convs.conv2, convs.norm2)):
-        x = F.conv2d(x, conv.weight, conv.bias, padding=1)
         groups = x.unflatten(1, (4, -1))
         mean, variance = groups.mean((2, 3, 4), keepdim=True), groups.var((2, 3, 4), unbiased=False, keepdim=True)
-        x = ((groups - mean) / (variance + norm.eps).sqrt()).flatten(1, 2)
-        x = x * norm.weight[:, None, None] + norm.bias[:, None, None]
-        x = x * x.sigmoid()
-    return x
+        y = ((groups - mean) / (variance + norm.eps).sqrt()).flatten(1, 2)
+        y = y * norm.weight[:, None, None] + norm.bias[:, None, None]
+        x = F.conv2d(y * y.sigmoid(), conv.weight, conv.bias, padding=1)
+        branches.append(x)
+    return branches[0] + branches[1]
 
 
 def usual_unet(model: UNet, images: Tensor, levels: int) -> Tensor:
@@ -41,6 +42,9 @@ def usual_unet(model: UNet, images: Tensor, levels: int) -> Tensor:
 def test_logits_equal_those_of_a_unet_with_a_list_of_skips(widths: list[int]) -> None:
     torch.manual_seed(0)
     model = UNet(widths=widths, image_size=16, channels=3, classes=5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)  # norms start at one and zero
     images = torch.randn(2, 3, 16, 16)
     torch.testing.assert_close(model(images), usual_unet(model, images, len(widths)), rtol=1e-4, atol=1e-4)
 

@@ -18,7 +18,8 @@ def test_logits_equal_those_of_torchs_own_encoder_layers_on_patches_cut_by_hand(
     images = torch.randn(2, 3, 12, 12)
 
     patches = torch.stack(
-        [images[:, :, row : row + 4, column : column + 4].flatten(1) for row in (0, 4, 8) for column in (0, 4, 8)], dim=1
+        [images[:, :, row : row + 4, column : column + 4].flatten(1) for row in (0, 4, 8) for column in (0, 4, 8)],
+        dim=1,
     )
     x: Tensor = patches @ model.patches.weight.flatten(1).T + model.patches.bias + model.positions
     for block in model.layers:
