@@ -7,12 +7,25 @@ the stage ran.
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
+import operator
+import os
+import types
+import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, overload
+from pathlib import Path
+from typing import Any, Literal, TypeVar, overload
+
+from ckptplan.errors import CkptplanError, TimingOnlyProfileError, UnsupportedPlanVersionError
 
 MemoryModel = Literal["peak", "additive"]
 CostKind = Literal["time", "flops"]
+
+PROFILE_SCHEMA = "ckptplan.profile/1"
+_D = TypeVar("_D")
 
 
 @dataclass(frozen=True)
@@ -40,6 +53,9 @@ class StageCost:
     keeps_input: tuple[bool, ...] = (True,)
     keeps_output: tuple[bool, ...] = (False,)
 
+    def __post_init__(self) -> None:
+        _normalise(self, "a stage cost")
+
 
 @dataclass(frozen=True)
 class BlockProfile:
@@ -58,6 +74,9 @@ class BlockProfile:
             and the block's own inputs excluded.
         recompute_time_ms: what recomputing adds to a backward pass, PyTorch's early stop included.
         mutated_buffers: buffers that the forward changes; a recomputation runs on copies of them.
+
+    Built by hand, a single number or flag stands for a tuple of one (``output_bytes=5`` is ``(5,)``) and
+    integers of numpy are taken. Raises ``ValueError`` or ``TypeError`` naming the block and the field.
     """
 
     block_id: str
@@ -100,6 +119,10 @@ class BlockProfile:
     num_trials: int | None = None
     warnings: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        _normalise(self, f"block {self.block_id!r}")
+        _normalise_outputs(self, f"block {self.block_id!r}")
+
 
 @dataclass(frozen=True)
 class RegionProfile:
@@ -113,6 +136,10 @@ class RegionProfile:
     backward_time_ms: float | None = None
     forward_flops: int | None = None
     backward_flops: int | None = None
+
+    def __post_init__(self) -> None:
+        _normalise(self, f"region {self.name!r}")
+        _normalise_outputs(self, f"region {self.name!r}")
 
 
 @dataclass(frozen=True)
@@ -137,6 +164,41 @@ class ChainProfile(Sequence[BlockProfile]):
     fingerprint: str = ""
     environment: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        _normalise(self, "the chain")
+        if not self.blocks:
+            raise ValueError("the chain has no blocks; a profile needs at least one")
+        seen: set[str] = set()
+        for block in self.blocks:
+            if block.block_id in seen:
+                raise ValueError(f"block id {block.block_id!r} stands twice in the chain; ids are unique")
+            seen.add(block.block_id)
+
+    @property
+    def block_ids(self) -> tuple[str, ...]:
+        return tuple(block.block_id for block in self.blocks)
+
+    def to_json(self) -> str:
+        """Canonical text: equal profiles give equal text, and :meth:`from_json` gives an equal profile."""
+        return canonical_json({"schema": PROFILE_SCHEMA, **dataclasses.asdict(self)}) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "the profile") -> ChainProfile:
+        """Reads strictly. Raises ``ValueError`` (what, where, what was expected), ``UnsupportedPlanVersionError``."""
+        data = parse_json_object(text, source)
+        require_schema(data, PROFILE_SCHEMA, source)
+        return decode_dataclass(cls, data, source)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the profile as JSON; the file is whole or not there."""
+        write_text_whole(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ChainProfile:
+        """Reads what :meth:`save` wrote; raises as :meth:`from_json` does, naming the file."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"), source=str(path))
+
     @overload
     def __getitem__(self, index: int) -> BlockProfile: ...
     @overload
@@ -149,3 +211,278 @@ class ChainProfile(Sequence[BlockProfile]):
 
     def __iter__(self) -> Iterator[BlockProfile]:
         return iter(self.blocks)
+
+
+# What a planner may rely on ------------------------------------------------------------------------------------------
+
+
+def as_chain(profiles: ChainProfile | Sequence[BlockProfile]) -> ChainProfile:
+    """A plain sequence of block profiles as a chain (no regions before and after); a chain as it is.
+
+    Raises ``ValueError`` for an empty sequence and ``TypeError`` for anything that is no block profile.
+    """
+    if isinstance(profiles, ChainProfile):
+        return profiles
+    blocks = tuple(profiles)
+    for position, block in enumerate(blocks):
+        if not isinstance(block, BlockProfile):
+            raise TypeError(f"profiles[{position}] is a {type(block).__name__}; expected a BlockProfile")
+    return ChainProfile(blocks)
+
+
+def require_memory(profile: ChainProfile, memory_model: MemoryModel) -> None:
+    """Raises unless every figure that ``memory_model`` reads is there: no number is ever invented.
+
+    Raises ``TimingOnlyProfileError`` for a profile made with ``memory="off"`` and ``ValueError`` naming the
+    missing fields and their blocks for one made by hand.
+    """
+    if memory_model not in ("peak", "additive"):
+        raise ValueError(f"memory_model={memory_model!r}; expected 'peak' or 'additive'")
+    timing_only = [block.block_id for block in profile if block.timing_only]
+    if timing_only:
+        raise TimingOnlyProfileError(
+            f"the profile holds times only (timing_only=True) for {name_some(timing_only)}; "
+            'profile again with memory="auto", which works on CPU too',
+            timing_only,
+        )
+    missing: dict[str, list[str]] = {}
+    for position, block in enumerate(profile):
+        for name in _missing_memory_fields(block, memory_model, last=position == len(profile) - 1 and not profile.post):
+            missing.setdefault(name, []).append(block.block_id)
+    if missing:
+        listed = "; ".join(f"{name} of {name_some(ids)}" for name, ids in missing.items())
+        other = "; or plan with memory_model='additive'" if memory_model == "peak" else ""
+        raise ValueError(
+            f"memory_model={memory_model!r} needs figures that the profile does not hold: {listed}. "
+            f"profile_blocks measures them{other}"
+        )
+    if memory_model == "peak":
+        _require_matching_flags(profile)
+
+
+def _missing_memory_fields(block: BlockProfile, memory_model: MemoryModel, *, last: bool) -> list[str]:
+    if memory_model == "additive":
+        return ["activation_bytes_estimate"] if block.activation_bytes_estimate is None else []
+    missing = []
+    if block.keep is None:
+        missing.append("keep")
+    if block.recompute is None and block.eligible_for_checkpoint:
+        missing.append("recompute")
+    if not block.output_bytes:
+        missing.append("output_bytes")
+    if last and block.output_gradient_bytes is None:
+        missing.append("output_gradient_bytes")
+    return missing
+
+
+def _require_matching_flags(profile: ChainProfile) -> None:
+    """Each stage has one keep flag per storage; a single flag stands for all."""
+    stages: list[tuple[str, tuple[StageCost | None, ...], tuple[int | None, ...]]] = []
+    if profile.pre is not None:
+        stages.append((f"region {profile.pre.name!r}", (profile.pre.cost,), profile.pre.output_is_input))
+    for block in profile:
+        stages.append((f"block {block.block_id!r}", (block.keep, block.recompute), block.output_is_input))
+    if profile.post is not None:
+        stages.append((f"region {profile.post.name!r}", (profile.post.cost,), profile.post.output_is_input))
+    num_inputs = len(profile.input_bytes)
+    for where, costs, passed in stages:
+        for index in passed:
+            if index is not None and index >= num_inputs:
+                raise ValueError(f"{where}: output_is_input={passed} points beyond its {num_inputs} input storages")
+        for cost in costs:
+            if cost is None:
+                continue
+            for name, flags, count in (
+                ("keeps_input", cost.keeps_input, num_inputs),
+                ("keeps_output", cost.keeps_output, len(passed)),
+            ):
+                if len(flags) not in (1, count):
+                    raise ValueError(f"{where}: {name} has {len(flags)} flags for {count} storages; expected {count}")
+        num_inputs = len(passed)
+
+
+def recompute_costs(profile: ChainProfile, cost: CostKind) -> tuple[float | None, ...]:
+    """What one recomputation of each block costs (ms or FLOPs); None for a block that cannot be recomputed.
+
+    Time is ``recompute_time_ms``, else ``recompute_time_upper_bound_ms_mean``. A profile without any time
+    gives every block the cost 1.0, so that plans recompute as few blocks as possible.
+    Raises ``ValueError`` naming the blocks where only some have a figure.
+    """
+    if cost not in ("time", "flops"):
+        raise ValueError(f"cost={cost!r}; expected 'time' or 'flops'")
+    figures = [_recompute_figure(block, cost) for block in profile]
+    if cost == "time" and all(figure is None for figure in figures):
+        figures = [1.0] * len(figures)
+    missing = [b.block_id for b, f in zip(profile, figures, strict=True) if f is None and b.eligible_for_checkpoint]
+    if missing:
+        field_name = "recompute_time_ms" if cost == "time" else "recompute_flops"
+        raise ValueError(f"cost={cost!r} needs {field_name}, which is missing for {name_some(missing)}")
+    return tuple(f if b.eligible_for_checkpoint else None for b, f in zip(profile, figures, strict=True))
+
+
+def _recompute_figure(block: BlockProfile, cost: CostKind) -> float | None:
+    if cost == "flops":
+        return block.recompute_flops
+    return block.recompute_time_upper_bound_ms_mean if block.recompute_time_ms is None else block.recompute_time_ms
+
+
+def name_some(names: Sequence[str], limit: int = 8) -> str:
+    """``'a', 'b' and 3 more``: names for a message that has to stay readable."""
+    listed = ", ".join(repr(name) for name in names[:limit])
+    return listed if len(names) <= limit else f"{listed} and {len(names) - limit} more"
+
+
+# Figures as they come in ---------------------------------------------------------------------------------------------
+
+
+def _normalise(record: Any, where: str) -> None:
+    """Brings the numbers and flags of a frozen dataclass to the declared types, or says which one is wrong."""
+    for name, (is_tuple, kind) in _numeric_fields(type(record)).items():
+        value = getattr(record, name)
+        if is_tuple:
+            single = value is None or isinstance(value, (bool, int, float)) or not hasattr(value, "__iter__")
+            value = tuple(_number(v, kind, where, name) for v in ((value,) if single else value))
+        else:
+            value = _number(value, kind, where, name)
+        object.__setattr__(record, name, value)
+
+
+def _normalise_outputs(record: BlockProfile | RegionProfile, where: str) -> None:
+    """``output_is_input`` may be left out: every output is memory of its own."""
+    if not record.output_is_input:
+        object.__setattr__(record, "output_is_input", (None,) * len(record.output_bytes))
+    if len(record.output_is_input) != len(record.output_bytes):
+        raise ValueError(
+            f"{where}: output_is_input has {len(record.output_is_input)} entries for "
+            f"{len(record.output_bytes)} output_bytes; expected one each"
+        )
+
+
+_NUMERIC_FIELDS: dict[type, dict[str, tuple[bool, str]]] = {}
+
+
+def _numeric_fields(cls: type) -> dict[str, tuple[bool, str]]:
+    """Field name -> (is it a tuple, "int" | "float" | "bool" with "?" where None is allowed)."""
+    if cls not in _NUMERIC_FIELDS:
+        found = {}
+        for f in dataclasses.fields(cls):
+            text = str(f.type)
+            is_tuple = text.startswith("tuple[")
+            core = text.removeprefix("tuple[").removesuffix(", ...]")
+            kind = core.removesuffix(" | None")
+            if kind in ("int", "float", "bool"):
+                found[f.name] = (is_tuple, kind + ("?" if core != kind else ""))
+        _NUMERIC_FIELDS[cls] = found
+    return _NUMERIC_FIELDS[cls]
+
+
+def _number(value: Any, kind: str, where: str, name: str) -> int | float | bool | None:
+    if value is None and kind.endswith("?"):
+        return None
+    base = kind.removesuffix("?")
+    if base == "bool":
+        if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
+            return bool(value)
+        raise TypeError(f"{where}: {name}={value!r} is a {type(value).__name__}; expected True or False")
+    if isinstance(value, (bool, str, bytes)) or value is None or type(value).__name__ == "bool":
+        raise TypeError(f"{where}: {name}={value!r} is a {type(value).__name__}; expected a number")
+    try:
+        number: int | float = operator.index(value) if base == "int" else float(value)
+    except TypeError:
+        raise TypeError(f"{where}: {name}={value!r} is a {type(value).__name__}; expected a whole number") from None
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"{where}: {name}={value!r}; expected a finite number that is not negative")
+    return number
+
+
+# JSON, read strictly (plan.py uses these too) ------------------------------------------------------------------------
+
+
+def canonical_json(data: Any) -> str:
+    """The one text of ``data``: sorted keys, no NaN. Floats keep every digit."""
+    return json.dumps(data, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def parse_json_object(text: str, source: str) -> dict[str, Any]:
+    """A JSON object without NaN, infinities and repeated keys; raises ``ValueError`` naming ``source``."""
+
+    def no_constant(name: str) -> Any:
+        raise ValueError(f"{source}: holds {name}, which is no number")
+
+    def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"{source}: key {next(n for n in names if names.count(n) > 1)!r} stands twice")
+        return result
+
+    try:
+        data = json.loads(text, parse_constant=no_constant, object_pairs_hook=no_repeats)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source}: is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{source}: holds a {type(data).__name__}; expected an object")
+    return data
+
+
+def require_schema(data: dict[str, Any], expected: str, source: str) -> None:
+    """Takes the key ``schema`` off ``data``; raises ``UnsupportedPlanVersionError`` unless it is ``expected``."""
+    found = data.pop("schema", None)
+    if found != expected:
+        raise UnsupportedPlanVersionError(f"{source}: schema is {found!r}; this version reads {expected!r}")
+
+
+def decode_dataclass(cls: type[_D], data: Any, where: str) -> _D:
+    """An instance of dataclass ``cls`` from its JSON form: exactly its fields, each of its declared type.
+
+    Raises ``ValueError`` naming the place for an unknown or missing key and for a value of another type.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: is {data!r}; expected an object")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown, missing = sorted(data.keys() - fields), sorted(fields - data.keys())
+    if unknown or missing:
+        parts = [f"{what} {', '.join(keys)}" for what, keys in (("unknown", unknown), ("missing", missing)) if keys]
+        raise ValueError(f"{where}: keys {'; '.join(parts)}")
+    try:
+        return cls(**{name: decode_value(hints[name], data[name], f"{where}: {name}") for name in fields})
+    except (CkptplanError, TypeError) as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def decode_value(hint: Any, value: Any, where: str) -> Any:
+    """``value`` from JSON as the annotated type ``hint``; raises ``ValueError`` naming the place."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in arguments:
+            return None
+        options = [option for option in arguments if option is not type(None)]
+        hint = type(value) if type(value) in options else options[0]
+        return decode_value(hint, value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{where} is {value!r}; expected a list")
+        return tuple(decode_value(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f"{where} is {value!r}; expected one of {', '.join(map(repr, arguments))}")
+        return value
+    if dataclasses.is_dataclass(hint):
+        return decode_dataclass(typing.cast(type, hint), value, where)
+    if hint is Any:
+        return value
+    expected = dict if origin is dict else hint
+    if expected is float and type(value) is int:
+        return float(value)
+    if type(value) is not expected:
+        raise ValueError(f"{where} is {value!r}, a {type(value).__name__}; expected {expected.__name__}")
+    return value
+
+
+def write_text_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Writes beside ``path`` and renames, so that a reader never sees half a file."""
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, target)

@@ -1,0 +1,217 @@
+"""The referee: does a plan keep what it promises? It knows nothing of how plans are made. Torch-free.
+
+It shares no code with the simulator. The simulator keeps a ledger step by step; here each byte is placed on an
+interval of the step, and the intervals are summed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from ckptplan.errors import PlanIncompatibleError
+from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, blocks_of, recomputed_blocks, tree_faults
+from ckptplan.profiles import BlockProfile, ChainProfile, StageCost, as_chain
+from ckptplan.units import format_bytes
+
+
+def check_plan(
+    profiles: ChainProfile | Sequence[BlockProfile], plan: CheckpointPlan, budget_bytes: int | None = None
+) -> None:
+    """Raises ``PlanIncompatibleError`` with every fault at once, or returns None.
+
+    Checked: the tree, block ids, eligibility, each predicted number, and the peak against ``budget_bytes``
+    (None: against ``plan.budget_bytes`` where the plan calls itself feasible).
+    """
+    chain = as_chain(profiles)
+    faults = tree_faults(plan.nodes, len(chain))
+    faults += _id_faults(chain, plan)
+    if faults:
+        raise PlanIncompatibleError(faults)  # nothing further can be computed
+    forbidden = _eligibility_faults(chain, plan)
+    if forbidden:
+        raise PlanIncompatibleError(forbidden)
+    faults = _number_faults(chain, plan)
+    peak = _peak_bytes(chain, plan)
+    limit = budget_bytes
+    if limit is None and plan.feasible:
+        limit = plan.budget_bytes
+    if limit is not None and peak > limit:
+        faults.append(
+            f"over budget: the plan peaks at {peak} bytes ({format_bytes(peak)}), the budget is {limit} bytes"
+        )
+    if faults:
+        raise PlanIncompatibleError(faults)
+
+
+def _id_faults(chain: ChainProfile, plan: CheckpointPlan) -> list[str]:
+    if len(plan.block_ids) != len(chain):
+        return [f"the plan decides on {len(plan.block_ids)} blocks, the profile has {len(chain)}"]
+    pairs = enumerate(zip(plan.block_ids, chain.block_ids, strict=True))
+    return [
+        f"block {i} is {mine!r} in the plan and {theirs!r} in the profile"
+        for i, (mine, theirs) in pairs
+        if mine != theirs
+    ]
+
+
+def _eligibility_faults(chain: ChainProfile, plan: CheckpointPlan) -> list[str]:
+    faults = []
+    for i in sorted(recomputed_blocks(plan.nodes)):
+        block = chain[i]
+        if not block.eligible_for_checkpoint:
+            faults.append(f"block {block.block_id!r} is recomputed but not eligible: {block.exclusion_reason}")
+        elif plan.memory_model == "peak" and block.recompute is None:
+            faults.append(f"block {block.block_id!r} is recomputed but the profile has no figures for that")
+    return faults
+
+
+def _number_faults(chain: ChainProfile, plan: CheckpointPlan) -> list[str]:
+    faults = []
+    expected_bytes = {
+        "predicted_peak_bytes": _peak_bytes(chain, plan),
+        "no_checkpoint_peak_bytes": _peak_of_nodes(chain, [Keep(i) for i in range(len(chain))], plan.memory_model),
+    }
+    for name, expected in expected_bytes.items():
+        found = getattr(plan, name)
+        if found is not None and found != expected:
+            faults.append(f"{name} is {found}; the profile gives {expected}")
+    if plan.predicted_cost is not None:
+        cost = sum(_replays(chain, node, plan.cost_kind) for node in plan.nodes)
+        if not math.isclose(plan.predicted_cost, cost, rel_tol=1e-9, abs_tol=1e-12):
+            faults.append(f"predicted_cost is {plan.predicted_cost}; the profile gives {cost}")
+    return faults
+
+
+def _replays(chain: ChainProfile, node: PlanNode, cost_kind: str) -> float:
+    if isinstance(node, Keep):
+        return 0
+    members = blocks_of((node,))
+    total = sum(_full_cost(chain, i, cost_kind) for i in members[:-1]) + _last_cost(chain, members[-1], cost_kind)
+    return total + sum(_replays(chain, child, cost_kind) for child in node.children)
+
+
+def _last_cost(chain: ChainProfile, i: int, cost_kind: str) -> float:
+    block = chain[i]
+    if cost_kind == "flops":
+        return block.recompute_flops or 0
+    if all(b.recompute_time_ms is None and b.recompute_time_upper_bound_ms_mean is None for b in chain):
+        return 1.0
+    if block.recompute_time_ms is not None:
+        return block.recompute_time_ms
+    return block.recompute_time_upper_bound_ms_mean or 0.0
+
+
+def _full_cost(chain: ChainProfile, i: int, cost_kind: str) -> float:
+    figure = chain[i].forward_flops if cost_kind == "flops" else chain[i].forward_time_ms
+    return _last_cost(chain, i, cost_kind) if figure is None else figure
+
+
+# The peak ------------------------------------------------------------------------------------------------------------
+
+
+def _peak_bytes(chain: ChainProfile, plan: CheckpointPlan) -> int:
+    return _peak_of_nodes(chain, plan.nodes, plan.memory_model)
+
+
+def _peak_of_nodes(chain: ChainProfile, nodes: Sequence[PlanNode], memory_model: str) -> int:
+    if memory_model == "additive":
+        return sum(chain[node.block].activation_bytes_estimate or 0 for node in nodes if isinstance(node, Keep))
+    stages = [_as_stage(chain, node) for node in nodes]
+    if chain.pre is not None:
+        stages.insert(0, _Stage(chain.pre.cost, chain.pre.output_bytes, chain.pre.output_is_input))
+    if chain.post is not None:
+        stages.append(_Stage(chain.post.cost, chain.post.output_bytes, chain.post.output_is_input))
+    else:
+        stages.append(_Stage(StageCost(0, 0, chain[-1].output_gradient_bytes or 0, (False,), (False,)), (), ()))
+    forward, backward = _phase_peaks(stages, len(chain.input_bytes))
+    return max(forward + backward)
+
+
+class _Stage(NamedTuple):
+    cost: StageCost
+    output_bytes: Sequence[int]
+    output_is_input: Sequence[int | None]
+
+
+def _as_stage(chain: ChainProfile, node: PlanNode) -> _Stage:
+    members = [chain[i] for i in blocks_of((node,))]
+    if len(members) == 1:
+        block = members[0]
+        cost = block.keep if isinstance(node, Keep) else block.recompute
+        assert cost is not None, f"block {block.block_id!r} has no figures"
+        return _Stage(cost, block.output_bytes, block.output_is_input)
+    assert isinstance(node, Recompute)
+    num_inputs = 1 + max((p for p in members[0].output_is_input if p is not None), default=0)
+    num_inputs = max(num_inputs, len(_costs(members[0]).keeps_input))
+    bare = [
+        _Stage(StageCost(0, _costs(b).forward_peak_bytes, 0, (False,), (False,)), b.output_bytes, b.output_is_input)
+        for b in members
+    ]
+    first_forward, _ = _phase_peaks(bare, num_inputs)
+    replay_forward, backward = _phase_peaks([_as_stage(chain, child) for child in node.children], num_inputs)
+    incoming = members[-1].output_gradient_bytes or 0
+    sources: list[tuple[int, int | None]] = [(0, i) for i in range(num_inputs)]
+    for block in members:
+        outputs = zip(block.output_bytes, block.output_is_input, strict=True)
+        sources = [(size, None) if passed is None else sources[passed] for size, passed in outputs]
+    cost = StageCost(
+        0, max(first_forward), max(max(replay_forward) + incoming, *backward), _costs(members[0]).keeps_input, (False,)
+    )
+    return _Stage(cost, [size for size, _ in sources], [passed for _, passed in sources])
+
+
+def _costs(block: BlockProfile) -> StageCost:
+    assert block.recompute is not None, f"block {block.block_id!r} has no figures for recomputation"
+    return block.recompute
+
+
+def _phase_peaks(stages: Sequence[_Stage], num_inputs: int) -> tuple[list[int], list[int]]:
+    """Most bytes alive in the forward and in the backward of each stage."""
+    n = len(stages)
+    # steps[l] holds what changes at stage l; summed from the left they give the bytes at each stage
+    forward_steps, backward_steps = [0] * (n + 2), [0] * (n + 2)
+    for group in _storages(stages, num_inputs):
+        forward_steps[group.made_at + 1] += group.size
+        if group.first_keeper is None:
+            forward_steps[group.last_use + 1] -= group.size
+        else:
+            backward_steps[max(group.first_keeper, group.made_at + 1)] += group.size
+    for index, stage in enumerate(stages):
+        forward_steps[index + 1] += stage.cost.saved_bytes
+        backward_steps[index + 1] += stage.cost.saved_bytes
+    forward = [held + s.cost.forward_peak_bytes for held, s in zip(accumulate(forward_steps), stages, strict=False)]
+    backward = [held + s.cost.backward_peak_bytes for held, s in zip(accumulate(backward_steps), stages, strict=False)]
+    return forward, backward
+
+
+class _Storage:
+    """A boundary storage: made by a stage, in use up to a last one, kept for backward from some stage on."""
+
+    def __init__(self, size: int, made_at: int) -> None:
+        self.size, self.made_at, self.last_use = size, made_at, made_at
+        self.first_keeper: int | None = None
+
+
+def _storages(stages: Sequence[_Stage], num_inputs: int) -> list[_Storage]:
+    at_hand = [_Storage(0, -1) for _ in range(num_inputs)]
+    found = list(at_hand)
+    for index, stage in enumerate(stages):
+        made = [
+            _Storage(size, index) if passed is None else at_hand[passed]
+            for size, passed in zip(stage.output_bytes, stage.output_is_input, strict=True)
+        ]
+        for storages, flags in ((at_hand, stage.cost.keeps_input), (made, stage.cost.keeps_output)):
+            spread = flags * len(storages) if len(flags) == 1 else flags
+            for storage, kept in zip(storages, spread, strict=True):
+                if kept and storage.first_keeper is None:
+                    storage.first_keeper = index
+        for storage in at_hand:
+            storage.last_use = max(storage.last_use, index)
+        found += [storage for storage in made if storage.made_at == index]
+        at_hand = made
+    for storage in at_hand:
+        storage.last_use = max(storage.last_use, len(stages) - 1)
+    return found

@@ -1,0 +1,331 @@
+"""Walk a plan over a profile: peak, timeline, and what the recomputation costs. Torch-free.
+
+The memory model is section 4 of the design (docs/design.md), after section 3.1 of the theory behind it. The
+walk keeps a ledger as the allocator would: a stage that retains bytes books them in the forward and gives them
+back in its backward, and a boundary storage lives as long as anybody holds it: the caller (until its last
+consumer has run) or a stage that saved it. Whatever the plan, the ledger ends at zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, blocks_of
+from ckptplan.profiles import (
+    BlockProfile,
+    ChainProfile,
+    CostKind,
+    MemoryModel,
+    StageCost,
+    as_chain,
+    recompute_costs,
+    require_memory,
+)
+
+BEFORE, AFTER = "before the blocks", "head and loss"
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """What one training step under a plan takes.
+
+    Attributes:
+        peak_bytes: most bytes alive above what stands before the step.
+        peak_at: the stage that sets it and its phase, as in ``"layers.3 backward"``.
+        timeline: (stage, "forward" | "backward", most bytes alive in it), in the order in which they run.
+        recompute_time_ms: added by recomputation; None where the profile holds no times.
+        recompute_flops: the same in FLOPs; None where the profile does not hold them.
+        retained_bytes: per block, what it adds to the bytes held until backward; a segment's stand at its first.
+        end_level_bytes: what is left on the ledger at the end: always 0.
+    """
+
+    peak_bytes: int
+    peak_at: str
+    timeline: tuple[tuple[str, str, int], ...]
+    recompute_time_ms: float | None
+    recompute_flops: int | None
+    retained_bytes: tuple[int, ...]
+    end_level_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One step of the walk: a region, a block, or a recomputed segment."""
+
+    name: str
+    cost: StageCost
+    output_bytes: tuple[int, ...]
+    output_is_input: tuple[int | None, ...]
+
+
+def simulate_plan(
+    profiles: ChainProfile | Sequence[BlockProfile],
+    plan: CheckpointPlan | Sequence[PlanNode],
+    memory_model: MemoryModel = "peak",
+) -> PlanCost:
+    """The exact peak of ``plan`` (or of bare nodes) under the profile's figures.
+
+    With ``memory_model="additive"`` the peak is the sum of ``activation_bytes_estimate`` over kept blocks.
+    Raises ``TimingOnlyProfileError`` or ``ValueError`` (figures missing, a block recomputed that cannot be).
+    """
+    chain = as_chain(profiles)
+    nodes = plan.nodes if isinstance(plan, CheckpointPlan) else tuple(plan)
+    require_memory(chain, memory_model)
+    if blocks_of(nodes) != tuple(range(len(chain))):
+        raise ValueError(f"the plan covers {len(blocks_of(nodes))} blocks, the profile has {len(chain)}")
+    time_ms, flops = recompute_time_ms(chain, nodes), recompute_flops(chain, nodes)
+    if memory_model == "additive":
+        return _additive_cost(chain, nodes, time_ms, flops)
+    stages = _stages_of_chain(chain, nodes)
+    timeline, retained, end_level = _walk(stages, input_bytes=tuple(0 for _ in chain.input_bytes))
+    if end_level != 0:
+        raise AssertionError(f"the ledger ends at {end_level} bytes instead of 0; this is a fault in ckptplan")
+    stage, phase, peak = max(timeline, key=lambda entry: entry[2])
+    first = 1 if chain.pre is not None else 0
+    per_block = [0] * len(chain)
+    for node, bytes_held in zip(nodes, retained[first:], strict=False):
+        per_block[blocks_of((node,))[0]] = bytes_held
+    return PlanCost(peak, f"{stage} {phase}", timeline, time_ms, flops, tuple(per_block), end_level)
+
+
+def no_checkpoint_peak(profile: ChainProfile | Sequence[BlockProfile], memory_model: MemoryModel = "peak") -> int:
+    """Predicted peak in bytes with every block kept."""
+    chain = as_chain(profile)
+    return simulate_plan(chain, [Keep(i) for i in range(len(chain))], memory_model).peak_bytes
+
+
+# Cost of recomputation -----------------------------------------------------------------------------------------------
+
+
+def recompute_time_ms(profile: ChainProfile, nodes: Sequence[PlanNode]) -> float | None:
+    """Milliseconds that recomputation adds to a step; None where the profile holds no times at all."""
+    if not any(b.recompute_time_ms is not None or b.recompute_time_upper_bound_ms_mean is not None for b in profile):
+        return None
+    return plan_recompute_cost(profile, nodes, "time")
+
+
+def recompute_flops(profile: ChainProfile, nodes: Sequence[PlanNode]) -> int | None:
+    """FLOPs that recomputation adds to a step; None where the profile does not hold them."""
+    if any(b.recompute_flops is None and b.eligible_for_checkpoint for b in profile):
+        return None
+    return int(plan_recompute_cost(profile, nodes, "flops"))
+
+
+def plan_recompute_cost(profile: ChainProfile, nodes: Sequence[PlanNode], cost: CostKind) -> float:
+    """Each replay runs every block in it, the last one only as far as backward needs; nested blocks replay again.
+
+    Raises ``ValueError`` naming a block that is recomputed though it cannot be, or whose figure is missing.
+    """
+    last_cost = recompute_costs(profile, cost)
+    total: float = 0  # an int stays one: FLOPs are exact
+    for node in nodes:
+        if isinstance(node, Recompute):
+            total += _replay_cost(profile, node, last_cost, cost)
+    return total
+
+
+def _replay_cost(profile: ChainProfile, node: Recompute, last_cost: Sequence[float | None], cost: CostKind) -> float:
+    *leading, last = blocks_of((node,))
+    total = _known(profile, last, last_cost[last], cost)
+    for block in leading:
+        full = profile[block].forward_flops if cost == "flops" else profile[block].forward_time_ms
+        total += _known(profile, block, last_cost[block] if full is None else full, cost)
+    return total + sum(_replay_cost(profile, c, last_cost, cost) for c in node.children if isinstance(c, Recompute))
+
+
+def _known(profile: ChainProfile, block: int, figure: float | None, cost: CostKind) -> float:
+    if figure is None:
+        reason = profile[block].exclusion_reason or "no cost figure"
+        raise ValueError(f"block {profile[block].block_id!r} cannot be recomputed (cost={cost!r}): {reason}")
+    return figure
+
+
+# Stages --------------------------------------------------------------------------------------------------------------
+
+
+def _stages_of_chain(chain: ChainProfile, nodes: Sequence[PlanNode]) -> list[_Stage]:
+    stages = [_stage_of_node(chain, node) for node in nodes]
+    if chain.pre is not None:
+        pre = chain.pre
+        stages.insert(0, _Stage(BEFORE, pre.cost, pre.output_bytes, pre.output_is_input))
+    if chain.post is not None:
+        post = chain.post
+        stages.append(_Stage(AFTER, post.cost, post.output_bytes, post.output_is_input))
+    else:
+        # the caller holds no handle on the output; all that its loss is taken to cost is the output's gradient
+        gradient = chain[-1].output_gradient_bytes or 0
+        stages.append(_Stage(AFTER, StageCost(0, 0, gradient, (False,), ()), (), ()))
+    return stages
+
+
+def _stage_of_node(chain: ChainProfile, node: PlanNode) -> _Stage:
+    if isinstance(node, Keep):
+        block = chain[node.block]
+        assert block.keep is not None  # require_memory
+        return _Stage(block.block_id, block.keep, block.output_bytes, block.output_is_input)
+    members = blocks_of((node,))
+    first, last = chain[members[0]], chain[members[-1]]
+    if len(members) == 1:
+        return _Stage(first.block_id, _recompute_cost(first), first.output_bytes, first.output_is_input)
+    output_bytes, output_is_input = _outputs_of_segment(
+        [chain[i] for i in members], len(_recompute_inputs(chain, node))
+    )
+    cost = StageCost(
+        saved_bytes=0,
+        forward_peak_bytes=_segment_forward_peak(chain, node),
+        backward_peak_bytes=_segment_backward_peak(chain, node),
+        keeps_input=_recompute_cost(first).keeps_input,
+        keeps_output=(False,) * len(output_bytes),
+    )
+    return _Stage(f"{first.block_id}..{last.block_id}", cost, output_bytes, output_is_input)
+
+
+def _recompute_cost(block: BlockProfile) -> StageCost:
+    if block.recompute is None or not block.eligible_for_checkpoint:
+        reason = block.exclusion_reason or "its profile has no figures for it"
+        raise ValueError(f"block {block.block_id!r} cannot be recomputed: {reason}")
+    return block.recompute
+
+
+def _recompute_inputs(chain: ChainProfile, node: Recompute) -> tuple[int, ...]:
+    """Bytes of the storages that enter the segment."""
+    first = blocks_of((node,))[0]
+    if first > 0:
+        return chain[first - 1].output_bytes
+    return chain.input_bytes if chain.pre is None else chain.pre.output_bytes
+
+
+def _outputs_of_segment(
+    members: Sequence[BlockProfile], num_inputs: int
+) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
+    """The last member's outputs, each traced back: made inside, or an input of the whole segment."""
+    origin: list[tuple[int, int | None]] = [(0, i) for i in range(num_inputs)]
+    for block in members:
+        origin = [
+            (size, None) if passed is None else origin[passed]
+            for size, passed in zip(block.output_bytes, block.output_is_input, strict=True)
+        ]
+    return tuple(size for size, _ in origin), tuple(passed for _, passed in origin)
+
+
+def _segment_forward_peak(chain: ChainProfile, node: Recompute) -> int:
+    """The segment's first forward retains nothing: at each member only what is still handed on is alive."""
+    nothing_kept = [
+        _Stage(
+            block.block_id,
+            StageCost(0, _recompute_cost(block).forward_peak_bytes, 0, (False,), (False,)),
+            block.output_bytes,
+            block.output_is_input,
+        )
+        for block in (chain[i] for i in blocks_of((node,)))
+    ]
+    timeline, _, _ = _walk(nothing_kept, tuple(0 for _ in _recompute_inputs(chain, node)))
+    return max(level for _, phase, level in timeline if phase == "forward")
+
+
+def _segment_backward_peak(chain: ChainProfile, node: Recompute) -> int:
+    """Replay and backward of the segment: its children as a chain of their own, the incoming gradient alive."""
+    last = chain[blocks_of((node,))[-1]]
+    if last.output_gradient_bytes is None:
+        raise ValueError(f"block {last.block_id!r} ends a recomputed segment; its output_gradient_bytes is missing")
+    children = [_stage_of_node(chain, child) for child in node.children]
+    timeline, _, _ = _walk(children, tuple(0 for _ in _recompute_inputs(chain, node)))
+    return max(level + (last.output_gradient_bytes if phase == "forward" else 0) for _, phase, level in timeline)
+
+
+# The ledger ----------------------------------------------------------------------------------------------------------
+
+
+class _Ledger:
+    """Bytes alive: those of stages, and those of boundary storages that somebody holds."""
+
+    def __init__(self) -> None:
+        self.level = 0
+        self.storage_bytes: list[int] = []
+        self.holders: list[set[int]] = []  # stages by index, the caller as -1
+
+    def new_storage(self, size: int) -> int:
+        self.storage_bytes.append(size)
+        self.holders.append(set())
+        return len(self.holders) - 1
+
+    def hold(self, storage: int, holder: int) -> None:
+        if not self.holders[storage]:
+            self.level += self.storage_bytes[storage]
+        self.holders[storage].add(holder)
+
+    def release(self, storage: int, holder: int) -> None:
+        if holder in self.holders[storage]:
+            self.holders[storage].discard(holder)
+            if not self.holders[storage]:
+                self.level -= self.storage_bytes[storage]
+
+
+_CALLER = -1
+
+
+def _walk(
+    stages: Sequence[_Stage], input_bytes: tuple[int, ...]
+) -> tuple[tuple[tuple[str, str, int], ...], list[int], int]:
+    """(stage, phase, peak) in running order; bytes that each stage added to what is held; the level at the end."""
+    ledger = _Ledger()
+    inputs = [ledger.new_storage(size) for size in input_bytes]
+    timeline: list[tuple[str, str, int]] = []
+    held: list[list[int]] = []  # per stage, the storages it holds until its backward
+    created: list[list[int]] = []
+    retained: list[int] = []
+
+    for index, stage in enumerate(stages):
+        timeline.append((stage.name, "forward", ledger.level + stage.cost.forward_peak_bytes))
+        passed_to = zip(stage.output_bytes, stage.output_is_input, strict=True)
+        outputs = [ledger.new_storage(size) if source is None else inputs[source] for size, source in passed_to]
+        created.append([s for s, source in zip(outputs, stage.output_is_input, strict=True) if source is None])
+        keeps = _flagged(inputs, stage.cost.keeps_input) + _flagged(outputs, stage.cost.keeps_output)
+        unheld = {storage for storage in keeps if not ledger.holders[storage] - {_CALLER}}
+        ledger.level += stage.cost.saved_bytes
+        for storage in keeps:
+            ledger.hold(storage, index)
+        for storage in outputs:
+            ledger.hold(storage, _CALLER)
+        for storage in set(inputs) - set(outputs):
+            ledger.release(storage, _CALLER)
+        held.append(keeps)
+        retained.append(stage.cost.saved_bytes + sum(ledger.storage_bytes[s] for s in unheld))
+        inputs = outputs
+    for storage in inputs:
+        ledger.release(storage, _CALLER)
+
+    for index in reversed(range(len(stages))):
+        stage = stages[index]
+        # a stage's own saved bytes and outputs are inside its measured backward peak
+        ledger.level -= stage.cost.saved_bytes
+        for storage in created[index]:
+            ledger.release(storage, index)
+        timeline.append((stage.name, "backward", ledger.level + stage.cost.backward_peak_bytes))
+        for storage in held[index]:
+            ledger.release(storage, index)
+    return tuple(timeline), retained, ledger.level
+
+
+def _flagged(storages: Sequence[int], flags: Sequence[bool]) -> list[int]:
+    """The storages that a stage keeps; a single flag stands for all of them."""
+    if len(flags) == 1:
+        return list(storages) if flags[0] else []
+    return [storage for storage, kept in zip(storages, flags, strict=True) if kept]
+
+
+def _additive_cost(
+    chain: ChainProfile, nodes: Sequence[PlanNode], time_ms: float | None, flops: int | None
+) -> PlanCost:
+    retained = [0] * len(chain)
+    level, timeline = 0, []
+    for node in nodes:
+        if isinstance(node, Keep):
+            retained[node.block] = chain[node.block].activation_bytes_estimate or 0
+            level += retained[node.block]
+            timeline.append((chain[node.block].block_id, "forward", level))
+        else:
+            timeline.extend((chain[i].block_id, "forward", level) for i in blocks_of((node,)))
+    stage = max(timeline, key=lambda entry: entry[2])[0]
+    return PlanCost(level, f"{stage} forward", tuple(timeline), time_ms, flops, tuple(retained))
