@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast, get_args
 from urllib.parse import urlparse
 
 from ckptplan.record import METRIC_KEYS, flatten, write_atomic
@@ -26,6 +26,7 @@ Cell = str | float | int | bool | None
 WandbMode = Literal["offline", "auto", "online", "disabled"]
 
 
+RUN_ID_FILE = Path("wandb", "run_id.txt")
 ONLINE_TIMEOUT_S = 20.0  # W&B's own is 90: long after anybody has stopped to wait
 
 
@@ -118,14 +119,14 @@ class WandbTracker:
         mode = resolve_mode(self.mode)
         self._keep_files_inside()
         self._wandb = importlib.import_module("wandb")
-        run_id = stored_run_id(self.folder)
         try:
-            self._run = self._init(mode, run_id, config, name, group)
-        except Exception as error:  # no key, no network, a server that refuses: each has its own class
+            self._run = self._init(mode, stored_run_id(self.folder), config, name, group)
+        except Exception as error:  # no network, a wrong key, a server that refuses: each has its own class
             if mode != "online":
                 raise
             log.warning("W&B is not reachable (%s): this run is recorded offline", str(error).strip())
-            self._run = self._init("offline", run_id, config, name, group)
+            # W&B's service holds the id of the attempt that failed as "in use" until the process ends
+            self._run = self._init("offline", new_run_id(self.folder), config, name, group)
         self._run.define_metric("train/step")
         for pattern in ("train/*", "eval/*"):
             self._run.define_metric(pattern, step_metric="train/step")
@@ -245,34 +246,42 @@ def tracked_names(row: Mapping[str, float | int | None]) -> dict[str, float | in
 
 
 def stored_run_id(folder: Path) -> str:
-    """The W&B id of the run in ``folder``: the one it had, else a new one, which is stored."""
-    path = folder / "wandb" / "run_id.txt"
-    if path.exists():
-        return path.read_text(encoding="utf-8").strip()
-    path.parent.mkdir(exist_ok=True)
+    """The W&B id of the run in ``folder``: the one it had, else a new one."""
+    path = folder / RUN_ID_FILE
+    return path.read_text(encoding="utf-8").strip() if path.exists() else new_run_id(folder)
+
+
+def new_run_id(folder: Path) -> str:
+    """A random W&B id, stored in ``folder`` for the next time."""
     run_id = secrets.token_hex(4)
-    write_atomic(path, run_id + "\n")
+    (folder / RUN_ID_FILE).parent.mkdir(exist_ok=True)
+    write_atomic(folder / RUN_ID_FILE, run_id + "\n")
     return run_id
 
 
 def resolve_mode(mode: WandbMode) -> str:
-    """``auto`` as ``WANDB_MODE`` or the presence of a key decides; the others as they are."""
-    if mode != "auto":
-        return mode
-    wanted = os.environ.get("WANDB_MODE", "")
-    if wanted in ("online", "offline", "disabled"):
-        return wanted
-    return "online" if _has_key() else "offline"
+    """What ``mode`` comes to here: offline, online or disabled; ``online`` without a key is offline, with a warning."""
+    has_key = _has_key()
+    if mode == "auto":
+        wanted = os.environ.get("WANDB_MODE", "")
+        mode = cast(WandbMode, wanted) if wanted in get_args(WandbMode) else "online" if has_key else "offline"
+    if mode == "online" and not has_key:
+        log.warning("W&B has no key for %s: this run is recorded offline. To store one: wandb login", _host())
+        return "offline"
+    return mode
 
 
 def _has_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(_host()) is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def _host() -> str:
+    return urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
 
 
 def open_tracker(
