@@ -14,7 +14,7 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.profiles import (
@@ -49,7 +49,7 @@ class Recompute:
     children: tuple[PlanNode, ...]
 
 
-PlanNode = Union[Keep, Recompute]
+PlanNode = Keep | Recompute
 
 
 @dataclass(frozen=True)

@@ -485,4 +485,4 @@ def write_text_whole(path: str | os.PathLike[str], text: str) -> None:
     target = Path(path)
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     beside.write_text(text, encoding="utf-8")
-    os.replace(beside, target)
+    beside.replace(target)

@@ -7,8 +7,8 @@ import os
 import numpy as np
 
 from ckptplan.plan import CheckpointPlan, parse_plan_text
-from ckptplan.profiles import ChainProfile, CostKind, MemoryModel
 from ckptplan.planners.tables import Bools, FlatTables, PlannerResult
+from ckptplan.profiles import ChainProfile, CostKind, MemoryModel
 
 
 def no_checkpoint(

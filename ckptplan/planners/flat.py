@@ -24,17 +24,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
-
 from numpy.typing import NDArray
 
-from ckptplan.profiles import ChainProfile, CostKind, MemoryModel
 from ckptplan.planners.heuristic import greedy_choice, least_peak_choice
-from ckptplan.planners.tables import Bools, Floats, FlatTables, Ints, PlannerResult, Transition
+from ckptplan.planners.tables import Bools, FlatTables, Floats, Ints, PlannerResult, Transition
+from ckptplan.profiles import ChainProfile, CostKind, MemoryModel
 
 # Labels per stage and state: tried in turn until the plan is proved optimal. The first suffices for measured
 # chains (few kinds of blocks); the last bounds a hopeless search at some seconds for 1,000 blocks.
 LABEL_CAPS = (256, 2048, 8192)
 _PROVED = 1e-9
+_ENOUGH_TO_EXCHANGE = 32
 
 
 def dynamic_programming(
@@ -63,7 +63,7 @@ def cheapest_choice(tables: FlatTables, budget_bytes: int) -> tuple[Bools, float
             best = found
         if cut == float("inf"):
             return best, 0.0
-        best = exchanged(problem, best)
+        best = exchanged(problem, best, lower * (1 + _PROVED))
         lower = max(lower, min(cut, problem.value(best)))
         gap = (problem.value(best) - lower) / problem.value(best)
         if gap <= _PROVED:
@@ -279,7 +279,8 @@ def _undominated(labels: _Stairs) -> Ints:
     order = np.lexsort((labels.value, labels.need))
     value = labels.value[order]
     lower = np.append(True, value[1:] < np.minimum.accumulate(value)[:-1]) if len(value) else np.zeros(0, bool)
-    return order[lower]
+    positions: Ints = order[lower]
+    return positions
 
 
 def _most_hopeful(bound: Floats, cap: int, tolerance: float) -> Ints:
@@ -307,31 +308,45 @@ def _followed(problem: _Problem, trails: list[list[tuple[NDArray[np.int8], NDArr
 # Improvement of a known plan -----------------------------------------------------------------------------------------
 
 
-def exchanged(problem: _Problem, choice: Bools, tries: int = 64) -> Bools:
-    """Better choices that differ in up to four blocks, as long as there is one: fills a budget to the byte.
+def exchanged(problem: _Problem, choice: Bools, good_enough: float, tries: int = 64) -> Bools:
+    """Better choices that differ in up to four blocks, until one is good enough: fills a budget to the byte.
 
-    All pairs of changes are sorted by the bytes they free where the plan comes closest to the budget; for each pair
-    the best partner that still fits there is looked up. The most promising are judged exactly.
+    All pairs of changes are sorted by the bytes they free at the peak; for each pair the best partner that still
+    fits is looked up. The most promising are judged exactly.
     """
     tables, budget = problem.tables, problem.budget_bytes
-    while True:
-        forward, backward = tables.levels(choice)
-        levels = np.maximum(forward, backward)
-        stage = len(levels) - 1 - int(levels[::-1].argmax())
-        slack = budget - int(levels[stage])
-        change = tables.change_at(choice, stage, bool(backward[stage] >= forward[stage]))
-        value = np.where(choice, -problem.values, problem.values)
-        movable = np.flatnonzero(tables.eligible)
-        better = None
-        for blocks in _promising(change[movable], value[movable], slack, tries):
+    while problem.value(choice) > good_enough:
+        movable, change, slack = _movable(problem, choice)
+        value = np.where(choice, -problem.values, problem.values)[movable]
+        best = choice
+        for blocks in _promising(change, value, slack, tries):
             changed = choice.copy()
             changed[movable[blocks]] ^= True
-            if problem.value(changed) < problem.value(better if better is not None else choice):
-                if tables.peak(changed) <= budget:
-                    better = changed
-        if better is None:
-            return choice
-        choice = better
+            if problem.value(changed) < problem.value(best) and tables.peak(changed) <= budget:
+                best = changed
+        if best is choice:
+            break
+        choice = best
+    return choice
+
+
+def _movable(problem: _Problem, choice: Bools) -> tuple[Ints, Ints, int]:
+    """Blocks to change, what each change does at the fullest stage, and the bytes that are free there.
+
+    Taken from before the first stage that is nearly full where there are enough of them: such changes act on all
+    nearly full stages alike.
+    """
+    tables = problem.tables
+    forward, backward = tables.levels(choice)
+    free = problem.budget_bytes - np.maximum(forward, backward)
+    stage = int(free.argmin())
+    change = tables.change_at(choice, stage, bool(backward[stage] >= forward[stage]))
+    first_full = int(np.flatnonzero(free <= free[stage] + 2 * np.abs(change).max()).min())
+    early = np.arange(tables.num_blocks) + tables.first_stage < first_full
+    movable = np.flatnonzero(tables.eligible & early)
+    if len(movable) < _ENOUGH_TO_EXCHANGE:
+        movable = np.flatnonzero(tables.eligible)
+    return movable, change[movable], int(free[stage])
 
 
 def _promising(change: Ints, value: Ints, slack: int, tries: int) -> list[Ints]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckptplan.profiles import ChainProfile, CostKind, MemoryModel
 from ckptplan.planners.tables import Bools, FlatTables, PlannerResult
+from ckptplan.profiles import ChainProfile, CostKind, MemoryModel
 
 
 def greedy(profile: ChainProfile, budget_bytes: int, *, cost: CostKind, memory_model: MemoryModel) -> PlannerResult:

@@ -131,8 +131,8 @@ class FlatTables:
         made_at, last_use = np.full(num_storages, -1), np.full(num_storages, -1)
         touches: list[tuple[int, int, bool, bool]] = []  # storage, stage, held when kept, held when recomputed
         for index, stage in enumerate(self.stages):
-            for option, cost in enumerate(stage.costs):
-                figures = cost or stage.costs[KEEP]
+            kept, recomputed = stage.costs
+            for option, figures in ((KEEP, kept), (RECOMPUTE, recomputed or kept)):
                 self.saved[option, index] = figures.saved_bytes
                 self.forward_peak[option, index] = figures.forward_peak_bytes
                 self.backward_peak[option, index] = figures.backward_peak_bytes
