@@ -108,9 +108,17 @@ class WandbTracker:
     configurations are two runs and a resumed job goes on in its own.
     """
 
-    def __init__(self, folder: str | Path, *, project: str = "ckptplan", mode: WandbMode = "offline") -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        project: str = "ckptplan",
+        mode: WandbMode = "offline",
+        entity: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
         self.folder = Path(folder).resolve()
-        self.project, self.mode = project, mode
+        self.project, self.mode, self.entity, self.tags = project, mode, entity, tuple(tags)
         self._run: Any = None
         self._wandb: Any = None
         self._environment: dict[str, str | None] = {}
@@ -164,7 +172,9 @@ class WandbTracker:
             x_disable_machine_info=True,
         )
         return self._wandb.init(
+            entity=self.entity,
             project=self.project,
+            tags=self.tags,
             name=name,
             group=group,
             id=run_id,
@@ -285,13 +295,22 @@ def _host() -> str:
 
 
 def open_tracker(
-    kind: Literal["none", "csv", "wandb"], folder: str | Path, *, project: str = "ckptplan", mode: WandbMode = "offline"
+    kind: Literal["none", "csv", "wandb"],
+    folder: str | Path,
+    *,
+    project: str = "ckptplan",
+    mode: WandbMode = "offline",
+    entity: str | None = None,
+    tags: Sequence[str] = (),
 ) -> Tracker:
-    """The tracker of ``logger=<kind>`` for the run in ``folder``, guarded: none of its methods raises."""
+    """The tracker of ``logger=<kind>`` for the run in ``folder``, guarded: none of its methods raises.
+
+    The options are W&B's.
+    """
     trackers: dict[str, Callable[[], Tracker]] = {
         "none": NoTracker,
         "csv": lambda: CsvTracker(folder),
-        "wandb": lambda: WandbTracker(folder, project=project, mode=mode),
+        "wandb": lambda: WandbTracker(folder, project=project, mode=mode, entity=entity, tags=tags),
     }
     if kind not in trackers:
         raise ValueError(f"logger.kind={kind!r} is unknown; expected {', '.join(trackers)}")

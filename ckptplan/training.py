@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ckptplan.data import IGNORE_INDEX, Batch
 from ckptplan.errors import NonFiniteError
 from ckptplan.optim import set_learning_rate
 from ckptplan.record import RunRecorder
@@ -35,12 +36,7 @@ from ckptplan.stopping import StopFlag
 from ckptplan.tracking import Tracker
 from ckptplan.units import format_seconds
 
-if TYPE_CHECKING:
-    from ckptplan.data import Batch
-
 log = logging.getLogger(__name__)
-
-IGNORE_INDEX = -100
 
 
 class TrainingData(Protocol):

@@ -114,7 +114,7 @@ def test_three_jobs_in_one_process_are_three_runs_each_with_its_own_config(tmp_p
         folder = tmp_path / str(job)
         folder.mkdir()
         random.seed(seed)
-        tracker = open_tracker("wandb", folder)
+        tracker = open_tracker("wandb", folder, project="p", entity="team", tags=["a", "b"])
         tracker.start({"seed": seed, "model": {"_target_": "gpt", "layers": 2}}, name=f"job{job}", group="sweep")
         for step in range(1, 6):
             tracker.log({**STEP, "step": step})
@@ -133,7 +133,10 @@ def test_three_jobs_in_one_process_are_three_runs_each_with_its_own_config(tmp_p
             "seed": seed, "model": {"_target_": "gpt", "layers": 2},
         }  # fmt: skip
         assert [row["item"]["train/step"] for row in record["history"]] == [1, 2, 3, 4, 5]
-    assert [record["run"][0]["run_group"] for record in records] == ["sweep"] * 3
+    kept = {key: records[2]["run"][0][key] for key in ("run_group", "display_name", "project", "entity", "tags")}
+    assert kept == {
+        "run_group": "sweep", "display_name": "job2", "project": "p", "entity": "team", "tags": ["a", "b"],
+    }  # fmt: skip
     assert server.connections == 0
 
 

@@ -75,14 +75,14 @@ def _decision_words(nodes: Iterable[PlanNode], segments: tuple[str, ...] = ()) -
             yield from _decision_words(node.children, (*segments, f"{blocks[0]}-{blocks[-1]}"))
 
 
-def _plain_table(**options: Any) -> Table:
-    return Table(box=box.SIMPLE_HEAD, padding=(0, 0), pad_edge=False, **options)
+def _plain_table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
 
 
 def plan_table(profile: ChainProfile, plan: CheckpointPlan, console: Console | None = None) -> None:
     """Print the plan block by block; consecutive blocks with the same figures share a row."""
     console = console or Console()
-    table = _plain_table(title=_plan_title(plan), title_justify="left")
+    table = _plain_table()
     runs = list(_runs(plan_rows(profile, plan)))
     names = [_range_name(same[0].block_id, same[-1].block_id) for same in runs]
     table.add_column("block", overflow="fold", min_width=min(32, max(map(len, names), default=0)))
@@ -96,6 +96,7 @@ def plan_table(profile: ChainProfile, plan: CheckpointPlan, console: Console | N
     recomputed = sum(row.decision != "keep" for row in rows)
     table.add_section()
     table.add_row(f"{len(rows)} blocks", f"{recomputed} recomputed", _total_bytes(rows), _total_time(rows), "")
+    console.print(Text(_plan_title(plan)))
     console.print(table)
 
 
@@ -246,7 +247,7 @@ def _loss_words(training: Mapping[str, Any]) -> str:
 
 def _throughput(training: Mapping[str, Any]) -> str:
     rates = ((training["samples_per_s"], "samples/s"), (training["tokens_per_s"], "tokens/s"))
-    words = [f"{rate:,.0f} {unit}" for rate, unit in rates if rate is not None]
+    words = [f"{rate:,.0f} {unit}" if rate >= 100 else f"{rate:.3g} {unit}" for rate, unit in rates if rate is not None]
     return "; ".join([f"{training['steps']} steps", *words]) if training["steps"] is not None else ""
 
 
