@@ -64,7 +64,7 @@ class MLP(ChainModel):
     def forward(self, inputs: Tensor) -> Tensor:
         """Images (B, channels, image_size, image_size) -> logits (B, classes)."""
         self.check_inputs(inputs)
-        x = self.embed(inputs.flatten(1))
+        x = self.embed(inputs.to(self.embed.weight.dtype).flatten(1))
         for block in self.layers:
             x = block(x)
         return self.head(self.norm(x))

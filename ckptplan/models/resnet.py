@@ -68,7 +68,7 @@ class ResNet(ChainModel):
     def forward(self, inputs: Tensor) -> Tensor:
         """Images (B, channels, H, W) -> logits (B, classes)."""
         self.check_inputs(inputs)
-        x = F.relu(self.stem_norm(self.stem(inputs)), inplace=True)
+        x = F.relu(self.stem_norm(self.stem(inputs.to(self.stem.weight.dtype))), inplace=True)
         for block in self.layers:
             x = block(x)
         return self.head(x.mean(dim=(2, 3)))

@@ -111,7 +111,7 @@ class UNet(ChainModel):
     def forward(self, inputs: Tensor) -> Tensor:
         """Images (B, channels, image_size, image_size) -> logits (B, classes)."""
         self.check_inputs(inputs)
-        x = self.stem(inputs)
+        x = self.stem(inputs.to(self.stem.weight.dtype))
         for block in self.layers:
             x = block(*x) if isinstance(x, tuple) else block(x)
         return self.head(x.mean(dim=(2, 3)))

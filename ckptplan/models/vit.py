@@ -66,4 +66,5 @@ class ViT(ChainModel):
     def embed(self, inputs: Tensor) -> Tensor:
         """What stands before the blocks: (B, channels, H, W) -> (B, patches, width)."""
         self.check_inputs(inputs)
-        return self.drop(self.patches(inputs).flatten(2).transpose(1, 2) + self.positions)
+        patches = self.patches(inputs.to(self.patches.weight.dtype))  # (B, width, rows, columns)
+        return self.drop(patches.flatten(2).transpose(1, 2) + self.positions)

@@ -163,6 +163,20 @@ def test_a_model_says_what_it_expects(name: str) -> None:
     assert MAKE[name]().expects == (tokens if name == "gpt" else images)
 
 
+@every_model
+def test_a_model_in_bfloat16_or_under_autocast_takes_the_same_batches(name: str) -> None:
+    torch.manual_seed(0)
+    model = MAKE[name]()
+    inputs = batch_for(model)
+    logits = model(inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = model(inputs)
+    low = model.to(torch.bfloat16)(inputs)
+    assert mixed.dtype == low.dtype == torch.bfloat16
+    for other in (mixed, low):
+        torch.testing.assert_close(other.float(), logits, rtol=0.1, atol=0.1)
+
+
 @pytest.mark.parametrize(
     ("name", "inputs", "message"),
     [
