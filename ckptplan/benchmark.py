@@ -92,9 +92,10 @@ def prove_model(
     device: torch.device,
     trials: Trials,
     check_gradients: bool = True,
+    time_steps: bool = True,
     rtol: float = 1e-5,
     atol: float = 0.0,
-    should_stop: Callable[[], bool] = lambda: False,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> StepProof:
     """Measure steps of ``loss_fn(model, batch)`` with the model patched by ``plan`` and as it is."""
     (twin,) = make_twin([model])
@@ -105,7 +106,15 @@ def prove_model(
             return loss_fn(twin, own_batch)
 
     pair = StepPair(planned, lambda: loss_fn(twin, own_batch), twin, tensors_in(own_batch), device)
-    return prove(pair, trials, check_gradients=check_gradients, rtol=rtol, atol=atol, should_stop=should_stop)
+    return prove(
+        pair,
+        trials,
+        check_gradients=check_gradients,
+        time_steps=time_steps,
+        rtol=rtol,
+        atol=atol,
+        check_stop=check_stop,
+    )
 
 
 def prove(
@@ -113,9 +122,10 @@ def prove(
     trials: Trials,
     *,
     check_gradients: bool,
+    time_steps: bool = True,
     rtol: float,
     atol: float,
-    should_stop: Callable[[], bool] = lambda: False,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> StepProof:
     """Gradients, then peaks, then times; a step that does not fit the device leaves its figures None."""
     check: GradientCheck | None = None
@@ -126,7 +136,11 @@ def prove(
         _allocate_gradients(pair)
         peak, device_peak, reserved = _peak_or_none(pair, pair.planned)
         plain_peak, _, _ = _peak_or_none(pair, pair.plain)
-        step_ms, plain_ms = _interleaved_times(pair, trials, peak is not None, plain_peak is not None, should_stop)
+        step_ms: list[float] = []
+        plain_ms: list[float] = []
+        if time_steps:
+            fits = peak is not None, plain_peak is not None
+            step_ms, plain_ms = _interleaved_times(pair, trials, *fits, check_stop)
     return StepProof(
         peak_bytes=peak,
         no_checkpoint_peak_bytes=plain_peak,
@@ -312,14 +326,13 @@ def _peak_or_none(pair: StepPair, step: Callable[[], torch.Tensor]) -> tuple[int
 
 
 def _interleaved_times(
-    pair: StepPair, trials: Trials, planned_fits: bool, plain_fits: bool, should_stop: Callable[[], bool]
+    pair: StepPair, trials: Trials, planned_fits: bool, plain_fits: bool, check_stop: Callable[[], None]
 ) -> tuple[list[float], list[float]]:
     """Milliseconds of both steps in turn; which goes first changes from trial to trial."""
     times: tuple[list[float], list[float]] = ([], [])
     steps = [(pair.planned, times[0], planned_fits), (pair.plain, times[1], plain_fits)]
     for trial in range(-trials.num_warmup, trials.num_trials):
-        if should_stop():
-            break
+        check_stop()
         for step, collected, fits in steps if trial % 2 else reversed(steps):
             if fits:
                 elapsed_ms = _time(pair, step)

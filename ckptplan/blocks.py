@@ -72,7 +72,9 @@ def declare_blocks(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) ->
             raise BlockDeclarationError(f"block {block_id!r} is not a submodule of {type(model).__name__}")
         for part in module.modules():
             if id(part) in owner:
-                relation = "declared twice" if part is module else f"inside another block or shares {type(part).__name__}"
+                relation = (
+                    "declared twice" if part is module else f"inside another block or shares {type(part).__name__}"
+                )
                 raise BlockDeclarationError(
                     f"block {block_id!r} is {relation} (with {owner[id(part)]!r}); blocks must not overlap"
                 )
@@ -127,9 +129,7 @@ def _match(model: nn.Module, paths: Sequence[str]) -> list[tuple[str, nn.Module]
 def _path_matches(path: str, pattern: str) -> bool:
     """``*`` stands for one name: ``layers.*`` has ``layers.0`` but not ``layers.0.norm``."""
     names, wanted = path.split("."), pattern.split(".")
-    return len(names) == len(wanted) and all(
-        fnmatch.fnmatchcase(n, w) for n, w in zip(names, wanted, strict=True)
-    )
+    return len(names) == len(wanted) and all(fnmatch.fnmatchcase(n, w) for n, w in zip(names, wanted, strict=True))
 
 
 def _outermost_lists(model: nn.Module) -> list[tuple[str, nn.Module]]:

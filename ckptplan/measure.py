@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -137,6 +137,7 @@ def profile_model(
     num_warmup: int = 3,
     num_trials: int = 10,
     memory: str = "auto",
+    check_stop: Callable[[], None] = lambda: None,
 ) -> ChainProfile:
     """What each block of ``model`` costs, and what the model runs before and after them.
 
@@ -145,6 +146,7 @@ def profile_model(
         batch: handed to ``loss_fn``; its tensors stand before the step and are not counted.
         loss_fn: ``loss_fn(model, batch)`` -> scalar loss.
         device: default: where the model's parameters are.
+        check_stop: called between trials; may raise to end the profiling.
 
     Raises: as ``profile_blocks``.
     """
@@ -153,7 +155,16 @@ def profile_model(
     where = torch.device(device) if device is not None else next(model.parameters()).device
     trials = Trials(num_warmup, num_trials)
     return _profile(
-        model, blocks, batch, loss_fn, device=where, dtype=None, trials=trials, memory=memory, has_loss=True
+        model,
+        blocks,
+        batch,
+        loss_fn,
+        device=where,
+        dtype=None,
+        trials=trials,
+        memory=memory,
+        has_loss=True,
+        check_stop=check_stop,
     )
 
 
@@ -168,6 +179,7 @@ def _profile(
     trials: Trials,
     memory: str,
     has_loss: bool,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> ChainProfile:
     require_placement(blocks, batch, device, dtype)
     if memory != "off":
@@ -177,7 +189,7 @@ def _profile(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         subject = _Subject.of(model, blocks, batch, step, device, has_loss)
-        return _measure(subject, trials, memory)
+        return _measure(subject, trials, memory, check_stop)
 
 
 def require_placement(
@@ -308,7 +320,7 @@ class _Clock:
         return statistics.stdev(values) if len(values) > 1 else None
 
 
-def _measure(subject: _Subject, trials: Trials, memory: str) -> ChainProfile:
+def _measure(subject: _Subject, trials: Trials, memory: str, check_stop: Callable[[], None]) -> ChainProfile:
     trace = trace_chain(subject.names, subject.modules, subject.run_step, subject.outside, subject.device)
     keys = [_kind_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)]
     kinds: dict[str, _Kind] = {}
@@ -324,8 +336,14 @@ def _measure(subject: _Subject, trials: Trials, memory: str) -> ChainProfile:
     regions = _regions(subject, trace)
     costs = _region_bytes(regions, subject, memory)
     for kind in kinds.values():
+        check_stop()
         _measure_bytes_and_flops(kind, subject.device, memory)
-    clocks = _measure_times(kinds, regions, subject, trials)
+    held = _loss_bytes(regions) if memory != "off" else 0
+    for kind in kinds.values():
+        kind.keep, kind.recompute = _with_loss(kind.keep, held), _with_loss(kind.recompute, held)
+    if "pre" in costs:
+        costs["pre"] = replace(costs["pre"], backward_peak_bytes=costs["pre"].backward_peak_bytes + held)
+    clocks = _measure_times(kinds, regions, subject, trials, check_stop)
     blocks = tuple(
         _block_profile(subject, order, key, kinds[key], clocks[key], trials, memory) for order, key in enumerate(keys)
     )
@@ -340,6 +358,18 @@ def _measure(subject: _Subject, trials: Trials, memory: str) -> ChainProfile:
         fingerprint=subject.fingerprint,
         environment=_environment(subject.device, first),
     )
+
+
+def _loss_bytes(regions: dict[str, StageForward]) -> int:
+    """The loss and its gradient, which stand until the last backward; ``post`` has them in its own figures."""
+    if "post" not in regions:
+        return 0
+    loss = regions["post"](lambda name: None).output
+    return 2 * int(loss.untyped_storage().nbytes())
+
+
+def _with_loss(cost: StageCost | None, held_bytes: int) -> StageCost | None:
+    return None if cost is None else replace(cost, backward_peak_bytes=cost.backward_peak_bytes + held_bytes)
 
 
 def _kind_key(module: nn.Module, call: BlockCall) -> str:
@@ -475,12 +505,17 @@ def _measure_bytes_and_flops(kind: _Kind, device: torch.device, memory: str) -> 
 
 
 def _measure_times(
-    kinds: dict[str, _Kind], regions: dict[str, StageForward], subject: _Subject, trials: Trials
+    kinds: dict[str, _Kind],
+    regions: dict[str, StageForward],
+    subject: _Subject,
+    trials: Trials,
+    check_stop: Callable[[], None],
 ) -> dict[str, _Clock]:
     """All stages in turn, round by round, so that a slow moment of the machine hits all of them."""
     clocks = {name: _Clock([], [], []) for name in (*kinds, *regions)}
     for trial in range(-trials.num_warmup, trials.num_trials):
         for name, clock in clocks.items():
+            check_stop()
             forward = regions[name] if name in regions else _block_forward(kinds[name], subject.device, None)
             forward_ms, backward_ms = time_stage(forward, subject.synchronize)
             again_ms = _time_again(kinds[name], subject) if name in kinds else None

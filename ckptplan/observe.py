@@ -96,7 +96,9 @@ def _library_random() -> tuple[Any, ...]:
     return random.getstate(), name, bytes(np.asarray(keys)), position, tuple(rest)
 
 
-def _restore(module: nn.Module, buffers: dict[str, torch.Tensor], states: list[torch.Tensor], device: torch.device) -> None:
+def _restore(
+    module: nn.Module, buffers: dict[str, torch.Tensor], states: list[torch.Tensor], device: torch.device
+) -> None:
     with torch.no_grad():
         for name, buffer in module.named_buffers(remove_duplicate=False):
             if name in buffers and buffers[name].shape == buffer.shape:
@@ -120,7 +122,11 @@ def _comparable(value: Any, depth: int) -> Any:
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), value.detach().cpu().flatten().tolist() if value.numel() < 1e5 else None
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            value.detach().cpu().flatten().tolist() if value.numel() < 1e5 else None,
+        )
     if isinstance(value, torch.Generator):
         return value.get_state().tolist()
     if isinstance(value, random.Random):

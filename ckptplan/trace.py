@@ -84,7 +84,11 @@ def autocast_as(device: torch.device, state: Autocast) -> AbstractContextManager
 
 
 def trace_chain(
-    names: Sequence[str], modules: Sequence[nn.Module], step: Step, outside: Sequence[torch.Tensor], device: torch.device
+    names: Sequence[str],
+    modules: Sequence[nn.Module],
+    step: Step,
+    outside: Sequence[torch.Tensor],
+    device: torch.device,
 ) -> ChainTrace:
     """Run ``step`` once and record every block's call.
 
@@ -162,7 +166,9 @@ def _boundary(
     return list(previous)
 
 
-def _recorded(args: tuple[Any, ...], kwargs: dict[str, Any], boundary: list[torch.Tensor], autocast: Autocast) -> BlockCall:
+def _recorded(
+    args: tuple[Any, ...], kwargs: dict[str, Any], boundary: list[torch.Tensor], autocast: Autocast
+) -> BlockCall:
     cut = {id(t): t.detach().requires_grad_(t.requires_grad) for t in (*tensors_in((args, kwargs)), *boundary)}
     at_boundary = {id(t) for t in boundary}
     for key, stand_in in cut.items():  # an input of the user's that wants a gradient has one before the step
@@ -171,7 +177,9 @@ def _recorded(args: tuple[Any, ...], kwargs: dict[str, Any], boundary: list[torc
     own_args, own_kwargs = map_tensors((args, kwargs), lambda t: cut[id(t)])
     own_boundary = [cut[id(t)] for t in boundary]
     inside = {id(t) for t in own_boundary}
-    return BlockCall(own_args, own_kwargs, own_boundary, autocast=autocast, signature=_signature(own_args, own_kwargs, inside))
+    return BlockCall(
+        own_args, own_kwargs, own_boundary, autocast=autocast, signature=_signature(own_args, own_kwargs, inside)
+    )
 
 
 def _cut(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

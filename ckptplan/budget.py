@@ -1,0 +1,126 @@
+"""From a run's budget to a plan: what stands on the device beside activations, margins, and planner calls."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptplan.config import RunConfig, config_error
+from ckptplan.optim import optimizer_state_bytes
+from ckptplan.plan import CheckpointPlan
+from ckptplan.planners import plan_checkpoints, smallest_reachable
+from ckptplan.profiles import ChainProfile
+
+# Share of a CUDA budget left to what the allocator's statistics do not show between stages. Stated in
+# result.json; not calibrated on a device yet. On a CPU measured bytes are exact, so nothing is taken off.
+CUDA_MARGIN = 0.01
+AUTO_HEADROOM = 0.1  # share of the free memory that budget=auto leaves alone
+
+
+@dataclass(frozen=True)
+class StaticBytes:
+    """What stands on the device during a step beside activations; optimizer None: not known."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int | None
+
+    @property
+    def total_bytes(self) -> int | None:
+        if self.optimizer_bytes is None:
+            return None
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+def static_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StaticBytes:
+    """Parameters and buffers, their gradients, and the optimizer state that will come into being at the first step."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return StaticBytes(
+        weights_bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
+        gradients_bytes=sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
+        optimizer_bytes=optimizer_state_bytes(optimizer),
+    )
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A plan with the budget it was made for; ``budget_bytes`` bounds the activation peak."""
+
+    plan: CheckpointPlan
+    budget_bytes: int | None
+    margin_bytes: int
+    smallest_reachable_bytes: int
+    solve_s: float
+
+
+def plan_for_budget(profile: ChainProfile, config: RunConfig, static: StaticBytes, device: torch.device) -> PlannedRun:
+    """The configured planner's plan for the configured budget.
+
+    Raises:
+        InfeasibleTargetError: no plan of the planner's kind fits.
+        ConfigError: a device budget that the weights, gradients and optimizer state alone exceed.
+    """
+    kind, value, options = _target(config, static, device)
+    margin = 0
+    if device.type == "cuda" and kind == "activation_budget_bytes":
+        margin = int(int(value) * CUDA_MARGIN)
+        value = int(value) - margin
+    options.update(config.planner.options)
+    if config.planner.text is not None:
+        options["text"] = config.planner.text
+    if config.planner.path is not None:
+        options["path"] = config.planner.path
+    is_forced = config.planner.name in ("none", "all", "no_checkpoint", "checkpoint_all", "text", "file")
+    start_s = time.perf_counter()
+    plan = plan_checkpoints(
+        profile,
+        target_kind=kind,
+        target_value=value,
+        planner=config.planner.name,
+        cost=config.cost,  # type: ignore[arg-type]
+        on_infeasible="best_effort" if is_forced else "raise",
+        **options,
+    )
+    solve_s = time.perf_counter() - start_s
+    budget_bytes = None if plan.budget_bytes is None else plan.budget_bytes + margin
+    return PlannedRun(plan, budget_bytes, margin, smallest_reachable(profile)[0], solve_s)
+
+
+def _target(config: RunConfig, static: StaticBytes, device: torch.device) -> tuple[str, int | float, dict[str, Any]]:
+    """(target kind, value, options) for ``plan_checkpoints``."""
+    target = config.target
+    if target.key == "auto":
+        return "activation_budget_bytes", _free_bytes(static, device), {}
+    assert target.value is not None  # only "auto" has no value
+    if target.key != "device_budget_bytes":
+        return target.target_kind, target.value, {}
+    if static.total_bytes is None:
+        raise config_error(target.key, target.value, "the optimizer's state is not known before its first step")
+    if static.total_bytes >= target.value:
+        raise config_error(
+            target.key,
+            target.value,
+            f"weights ({static.weights_bytes:,} bytes), gradients ({static.gradients_bytes:,}) and optimizer state "
+            f"({static.optimizer_bytes:,}) alone take {static.total_bytes:,} bytes",
+            remedy=f"{target.key}=<more than {static.total_bytes:,}>",
+        )
+    return target.target_kind, target.value, {"static_bytes": static.total_bytes}
+
+
+def _free_bytes(static: StaticBytes, device: torch.device) -> int:
+    """What is free now, less gradients and optimizer state that are yet to come, less the headroom."""
+    if static.optimizer_bytes is None:
+        raise config_error("budget", "auto", "the optimizer's state is not known before its first step")
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_host_bytes()
+    return max(0, int(free * (1 - AUTO_HEADROOM)) - static.gradients_bytes - static.optimizer_bytes)
+
+
+def available_host_bytes() -> int:
+    """Memory of the machine that a process can still get without swapping."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)

@@ -1,0 +1,430 @@
+"""One run, from the typed configuration to ``result.json``: the data path in order.
+
+runtime -> data -> model -> blocks -> profile -> plan -> proof by real steps -> training -> record
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from ckptplan.apply import checkpointed
+from ckptplan.benchmark import GradientCheck, StepProof, is_out_of_memory, percentile, prove_model
+from ckptplan.blocks import BlockSelection, select_blocks
+from ckptplan.budget import StaticBytes, plan_for_budget, static_bytes
+from ckptplan.config import RunConfig, config_hash
+from ckptplan.data import Batch
+from ckptplan.data.spec import explain_mismatch
+from ckptplan.errors import (
+    BlockDeclarationError,
+    ConfigError,
+    InfeasibleTargetError,
+    RunInterruptedError,
+    UnsupportedBoundaryError,
+)
+from ckptplan.measure import Trials, profile_model
+from ckptplan.optim import learning_rate_schedule
+from ckptplan.plan import CheckpointPlan
+from ckptplan.profiles import ChainProfile
+from ckptplan.record import (
+    BudgetRecord,
+    ErrorRecord,
+    GradientsRecord,
+    PlanRecord,
+    RunRecorder,
+    RunResult,
+    StepTimes,
+    TrainingRecord,
+    environment,
+    exit_code,
+    write_atomic,
+)
+from ckptplan.report.tables import plan_rows, plan_table, result_table
+from ckptplan.runtime import Runtime, choose_runtime
+from ckptplan.simulate import PlanCost, simulate_plan
+from ckptplan.stopping import StopFlag
+from ckptplan.targets import instantiate
+from ckptplan.tracking import Tracker, open_tracker
+from ckptplan.training import TrainSettings, TrainSummary, loss_of, to_device, train
+from ckptplan.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+MOST_PREDICTION_ERROR = 0.01  # the promise: predicted and measured peak differ by at most 1 %
+
+
+def run_job(config: RunConfig, *, resolved: dict[str, Any], folder: Path, overrides: list[str]) -> int:
+    """Do everything a run does and return its exit code (docs/design.md, section 7).
+
+    Args:
+        config, resolved: the run, typed and as plain resolved values.
+        folder: an empty folder that exists; all files of the run go there.
+        overrides: what was typed, for the record.
+
+    Raises:
+        ConfigError: the configuration does not describe a run (no ``result.json`` is written then).
+        Exception: anything unexpected, after a ``result.json`` with status "failed" was written.
+    """
+    result = RunResult(
+        name=config.name, config_hash=config_hash(resolved), planner=config.planner.name, seed=config.seed
+    )
+    result.environment = {**environment(), "overrides": " ".join(overrides)}
+    tracker = open_tracker(config.logger.kind, folder, project=config.logger.project, mode=config.logger.mode)  # type: ignore[arg-type]
+    write_atomic(folder / "config.yaml", _yaml(resolved))
+    start_s = time.perf_counter()
+    with RunRecorder(folder) as recorder, StopFlag() as stop:
+        run = _Run(config, folder, result, recorder, tracker, stop)
+        try:
+            with _ended(result, stop):
+                run.all_stages(resolved)
+        except ConfigError:
+            raise
+        finally:
+            result.timing.total_s = time.perf_counter() - start_s
+            run.finish()
+    return exit_code(result.status, stop.signal_number)
+
+
+def _yaml(resolved: dict[str, Any]) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create({k: v for k, v in resolved.items() if k != "hydra"}))
+
+
+@contextlib.contextmanager
+def _ended(result: RunResult, stop: StopFlag) -> Iterator[None]:
+    """Put into the result how the run ended; what is an answer goes no further, the rest is raised on."""
+    try:
+        yield
+    except InfeasibleTargetError as error:
+        result.status, result.error = "infeasible", ErrorRecord(type(error).__name__, str(error))
+        result.memory.smallest_reachable_bytes = error.smallest_reachable_bytes
+        log.error("no plan fits: %s", error)
+    except (RunInterruptedError, KeyboardInterrupt) as error:
+        if stop.signal_number is None:
+            stop.request(2)
+        result.status = "interrupted"
+        result.error = ErrorRecord(type(error).__name__, "ended by a signal", stop.signal_name)
+        log.warning("interrupted (%s); nothing is trained further", stop.signal_name)
+    except Exception as error:
+        if is_out_of_memory(error):
+            result.status, result.error = "oom", ErrorRecord(type(error).__name__, str(error).splitlines()[0])
+            log.error("%s", _out_of_memory_report(result))
+            return
+        result.status, result.error = "failed", ErrorRecord(type(error).__name__, str(error))
+        raise
+
+
+def _out_of_memory_report(result: RunResult) -> str:
+    memory = result.memory
+    if memory.predicted_peak_bytes is None:
+        return "out of memory while the blocks were measured, before there was a plan; use a smaller data.batch_size"
+    measured = format_bytes(memory.measured_peak_bytes)
+    return (
+        f"out of memory: the plan's activation peak was predicted as {format_bytes(memory.predicted_peak_bytes)} and "
+        f"measured as {measured}; weights {format_bytes(memory.weights_bytes)}, gradients "
+        f"{format_bytes(memory.gradients_bytes)} and optimizer state {format_bytes(memory.optimizer_bytes)} stand beside "
+        "it. Use a smaller budget or data.batch_size"
+    )
+
+
+@dataclass
+class _Run:
+    """A run in progress; each method is one stage of the data path and fills its part of the result."""
+
+    config: RunConfig
+    folder: Path
+    result: RunResult
+    recorder: RunRecorder
+    tracker: Tracker
+    stop: StopFlag
+
+    def __post_init__(self) -> None:
+        self.console = Console()
+        self.is_started = False
+
+    def all_stages(self, resolved: dict[str, Any]) -> None:
+        runtime = self.choose_runtime()
+        data = instantiate(self.config.data, "data")
+        model = self.build_model(data, runtime)
+        selection = self.select_blocks(model)
+        self.tracker.start(resolved, self.config.name or self.folder.name, self.config.logger.group)
+        self.is_started = True
+        batch = to_device(next(iter(data.epoch_batches(0))), runtime.device)
+        optimizer = instantiate(self.config.optimizer, "optimizer")(model.parameters())
+        static = self.count_static_bytes(model, optimizer)
+        profile = self.profile(model, selection, batch, runtime)
+        plan = self.plan(profile, static)
+        if self.config.plan_only:
+            self.result.status = "ok" if plan.feasible else "over_budget"
+            return
+        proof = self.prove(model, plan, profile, batch, runtime)
+        summary = self.train(model, plan, data, optimizer, runtime)
+        self.result.status = self.final_status(plan, proof, summary)
+
+    # --- what is run ---
+
+    def choose_runtime(self) -> Runtime:
+        runtime = choose_runtime(self.config.runtime, self.config.seed)
+        self.result.device, self.result.dtype = str(runtime.device), str(self.config.runtime.dtype)
+        self.result.torch = torch.__version__
+        self.result.environment["device"] = runtime.device_name
+        log.info("runtime: %s; seed %d", runtime.explanation, self.config.seed)
+        return runtime
+
+    def build_model(self, data: Any, runtime: Runtime) -> nn.Module:
+        model: nn.Module = instantiate(self.config.model, "model")
+        self.result.model, self.result.data = _short_name(self.config.model), _short_name(self.config.data)
+        expects = getattr(model, "expects", None)
+        if expects is not None:
+            mismatch = explain_mismatch(self.result.model, expects, self.result.data, data.spec)
+            if mismatch:
+                raise ConfigError(mismatch)
+        model.to(device=runtime.device, dtype=runtime.parameter_dtype)
+        count = sum(p.numel() for p in model.parameters())
+        log.info("model: %s, %s parameters; data: %s", self.result.model, f"{count:,}", self.result.data)
+        return model
+
+    def select_blocks(self, model: nn.Module) -> BlockSelection:
+        paths = self.config.blocks.paths
+        try:
+            selection = select_blocks(model, None if paths == "auto" else list(paths))
+        except BlockDeclarationError as error:
+            raise ConfigError(str(error)) from error
+        left = f"; left as they are: {', '.join(selection.left_out)}" if selection.left_out else ""
+        log.info("blocks: %d, from %s%s", len(selection.blocks), selection.source, left)
+        return selection
+
+    def count_static_bytes(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StaticBytes:
+        static = static_bytes(model, optimizer)
+        self.result.memory.weights_bytes = static.weights_bytes
+        self.result.memory.gradients_bytes = static.gradients_bytes
+        self.result.memory.optimizer_bytes = static.optimizer_bytes
+        return static
+
+    # --- measure, plan, prove ---
+
+    def profile(self, model: nn.Module, selection: BlockSelection, batch: Batch, runtime: Runtime) -> ChainProfile:
+        start_s = time.perf_counter()
+        try:
+            profile = profile_model(
+                model,
+                selection.blocks,
+                batch,
+                lambda m, b: loss_of(m, b, runtime.autocast_dtype),
+                device=runtime.device,
+                num_warmup=self.config.profile.num_warmup,
+                num_trials=self.config.profile.num_trials,
+                check_stop=self.stop.check,
+            )
+        except (BlockDeclarationError, UnsupportedBoundaryError) as error:
+            raise ConfigError(f"{error}\n  see blocks.paths in docs/configuration.md") from error
+        profile.save(self.folder / "profile.json")
+        self.result.timing.profile_s = time.perf_counter() - start_s
+        kinds = len({block.kind for block in profile})
+        log.info("profile: %d blocks of %d kinds measured in %.1f s", len(profile), kinds, self.result.timing.profile_s)
+        return profile
+
+    def plan(self, profile: ChainProfile, static: StaticBytes) -> CheckpointPlan:
+        start_s = time.perf_counter()
+        target = self.config.target
+        self.result.budget = BudgetRecord(kind=target.key, value=target.value)
+        planned = plan_for_budget(profile, self.config, static, torch.device(self.result.device or "cpu"))
+        plan, memory = planned.plan, self.result.memory
+        self.result.timing.plan_s = time.perf_counter() - start_s
+        self.result.budget.bytes, self.result.budget.margin_bytes = planned.budget_bytes, planned.margin_bytes
+        memory.no_checkpoint_predicted_peak_bytes = plan.no_checkpoint_peak_bytes
+        memory.predicted_peak_bytes, memory.peak_at = plan.predicted_peak_bytes, plan.predicted_peak_at
+        memory.smallest_reachable_bytes = planned.smallest_reachable_bytes
+        self.result.plan = PlanRecord(
+            text=plan.text,
+            digest=plan.digest,
+            solve_s=planned.solve_s,
+            kept=plan.kept,
+            recomputed=plan.recomputed,
+            selective=0,
+            optimality_gap=plan.optimality_gap,
+        )
+        cost = simulate_plan(profile, plan)
+        self.result.latency.predicted_overhead_ratio = _overhead(profile, cost)
+        self.result.latency.recompute_flops_ratio = _flops_ratio(profile, cost)
+        plan.save(self.folder / "plan.json")
+        plan_table(profile, plan, self.console)
+        self._track_plan(profile, plan, cost)
+        return plan
+
+    def _track_plan(self, profile: ChainProfile, plan: CheckpointPlan, cost: PlanCost) -> None:
+        rows = [
+            (d.block_id, "recompute" if d.checkpointed else "keep", d.retained_bytes, d.recompute_time_ms, d.reason)
+            for d in plan.decisions
+        ]
+        self.tracker.table("plan", ("block", "decision", "retained_bytes", "recompute_time_ms", "why"), rows)
+        levels = [(float(i), level_bytes / 2**20) for i, (_, _, level_bytes) in enumerate(cost.timeline)]
+        self.tracker.curve("memory_over_step", ("stage", "MiB"), levels)
+
+    def prove(
+        self, model: nn.Module, plan: CheckpointPlan, profile: ChainProfile, batch: Batch, runtime: Runtime
+    ) -> StepProof:
+        proof = prove_model(
+            model,
+            plan,
+            batch,
+            lambda m, b: loss_of(m, b, runtime.autocast_dtype),
+            device=runtime.device,
+            trials=Trials(self.config.proof.latency_warmup, max(1, self.config.proof.latency_trials)),
+            time_steps=self.config.proof.latency_trials > 0,
+            check_gradients=self.config.proof.check_gradients,
+            rtol=1e-5 if runtime.autocast_dtype is None and runtime.parameter_dtype is torch.float32 else 2e-2,
+            check_stop=self.stop.check,
+        )
+        memory, latency = self.result.memory, self.result.latency
+        memory.measured_peak_bytes = proof.peak_bytes
+        memory.no_checkpoint_measured_peak_bytes = proof.no_checkpoint_peak_bytes
+        memory.device_peak_bytes, memory.device_reserved_bytes = proof.device_peak_bytes, proof.device_reserved_bytes
+        if proof.peak_bytes and plan.predicted_peak_bytes is not None:
+            memory.prediction_error = (plan.predicted_peak_bytes - proof.peak_bytes) / proof.peak_bytes
+        budget_bytes = self.result.budget.bytes
+        if proof.peak_bytes is not None and budget_bytes is not None:
+            memory.within_budget = proof.peak_bytes <= budget_bytes
+        latency.step_ms, latency.no_checkpoint_step_ms = _times(proof.step_ms), _times(proof.no_checkpoint_step_ms)
+        if latency.step_ms.p50 and latency.no_checkpoint_step_ms.p50:
+            latency.overhead_ratio = latency.step_ms.p50 / latency.no_checkpoint_step_ms.p50 - 1
+        self.result.gradients = _gradients(proof.gradients, proof.gradients_note)
+        if proof.out_of_memory == "planned":
+            raise torch.cuda.OutOfMemoryError("the planned step does not fit the device")
+        return proof
+
+    # --- train ---
+
+    def train(
+        self, model: nn.Module, plan: CheckpointPlan, data: Any, optimizer: torch.optim.Optimizer, runtime: Runtime
+    ) -> TrainSummary:
+        config = self.config
+        schedule = learning_rate_schedule(
+            config.scheduler.kind,  # type: ignore[arg-type]
+            optimizer.param_groups[0]["lr"],
+            config.steps,
+            warmup_steps=config.scheduler.warmup_steps,
+            final_factor=config.scheduler.final_factor,
+        )
+        settings = TrainSettings(
+            steps=config.steps,
+            accumulate=config.accumulate,
+            clip_norm=config.clip_norm,
+            eval_every=config.eval_every or config.steps,
+            log_every=config.log_every,
+            autocast_dtype=runtime.autocast_dtype,
+            device=runtime.device,
+        )
+        start_s = time.perf_counter()
+        patch = checkpointed(model, plan).permanent()
+        self.result.timing.apply_s = time.perf_counter() - start_s
+        try:
+            summary = train(
+                model,
+                data,
+                optimizer,
+                learning_rate_at=schedule,
+                settings=settings,
+                recorder=self.recorder,
+                tracker=self.tracker,
+                stop=self.stop,
+                console=self.console,
+            )
+        finally:
+            patch.remove()
+        self.result.timing.train_s = summary.train_s
+        self.result.training = TrainingRecord(
+            summary.steps, summary.first_loss, summary.last_loss, summary.samples_per_s, summary.tokens_per_s
+        )
+        return summary
+
+    def final_status(self, plan: CheckpointPlan, proof: StepProof, summary: TrainSummary) -> str:
+        error = self.result.memory.prediction_error
+        if summary.ended == "interrupted":
+            self.result.error = ErrorRecord("RunInterruptedError", f"ended after step {summary.steps}", summary.signal)
+            return "interrupted"
+        if proof.gradients is not None and not proof.gradients.passed:
+            self.result.error = ErrorRecord("GradientMismatch", "; ".join(proof.gradients.faults[:5]))
+            return "mismatch"
+        if error is not None and abs(error) > MOST_PREDICTION_ERROR:
+            self.result.error = ErrorRecord(
+                "PredictionMismatch", f"predicted and measured peak differ by {error:+.2%}, more than 1 %"
+            )
+            return "mismatch"
+        if not plan.feasible or self.result.memory.within_budget is False:
+            return "over_budget"
+        return "ok"
+
+    # --- record ---
+
+    def finish(self) -> None:
+        """Write the result, show it, and end the tracker, whatever happened."""
+        path = self.recorder.write_result(self.result)
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        if self.is_started:
+            self.tracker.summary(plain)
+            self.tracker.finish(self.result.status)
+        if self.result.memory.predicted_peak_bytes is not None:
+            files = {"run folder": str(self.folder), "result": str(path), "plan": str(self.folder / "plan.json")}
+            result_table(plain, self.console, files)
+
+
+def _short_name(node: dict[str, Any]) -> str:
+    return str(node["_target_"]).rpartition(".")[2]
+
+
+def _gradients(check: GradientCheck | None, note: str | None) -> GradientsRecord:
+    if check is None:
+        return GradientsRecord(checked=False, reference=note)
+    return GradientsRecord(
+        checked=True,
+        reference=check.reference,
+        max_abs_diff=check.max_abs_diff,
+        max_rel_diff=check.max_rel_diff,
+        bitwise_equal=check.bitwise_equal,
+        passed=check.passed,
+    )
+
+
+def _times(values_ms: tuple[float, ...]) -> StepTimes:
+    if not values_ms:
+        return StepTimes()
+    return StepTimes(
+        mean=statistics.fmean(values_ms),
+        p50=percentile(values_ms, 50),
+        p95=percentile(values_ms, 95),
+        std=statistics.stdev(values_ms) if len(values_ms) > 1 else None,
+        n=len(values_ms),
+    )
+
+
+def _overhead(profile: ChainProfile, cost: PlanCost) -> float | None:
+    """Predicted share of a step's time that the plan adds, from the measured parts."""
+    stages = [*profile.blocks, *(r for r in (profile.pre, profile.post) if r is not None)]
+    parts = [t for s in stages for t in (s.forward_time_ms, s.backward_time_ms)]
+    if cost.recompute_time_ms is None or any(part is None for part in parts):
+        return None
+    step_ms = sum(part for part in parts if part is not None)
+    return cost.recompute_time_ms / step_ms if step_ms else None
+
+
+def _flops_ratio(profile: ChainProfile, cost: PlanCost) -> float | None:
+    """Share of a step's FLOPs that the plan computes again; exact."""
+    stages = [*profile.blocks, *(r for r in (profile.pre, profile.post) if r is not None)]
+    parts = [f for s in stages for f in (s.forward_flops, s.backward_flops)]
+    if cost.recompute_flops is None or any(part is None for part in parts):
+        return None
+    step = sum(part for part in parts if part is not None)
+    return cost.recompute_flops / step if step else None

@@ -1,0 +1,92 @@
+"""Device, number format, seed and determinism of a run: chosen once, here, and explained."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ckptplan.config import RuntimeConfig, config_error
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a run computes on.
+
+    Attributes:
+        parameter_dtype: of the weights.
+        autocast_dtype: of matrix products under autocast; None: no autocast.
+        explanation: one line for the log.
+    """
+
+    device: torch.device
+    parameter_dtype: torch.dtype
+    autocast_dtype: torch.dtype | None
+    explanation: str
+
+    @property
+    def device_name(self) -> str:
+        """Such as "cpu" or "NVIDIA H200"."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
+
+
+_FORMATS = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "bf16_mixed": (torch.float32, torch.bfloat16),
+    "fp16_mixed": (torch.float32, torch.float16),
+}
+
+
+def choose_runtime(config: RuntimeConfig, seed: int) -> Runtime:
+    """Resolve ``auto``, set threads and determinism for this process, and seed every random stream.
+
+    Raises:
+        ConfigError: a device that is not there, or fp16 without a CUDA device.
+    """
+    device, why = _device(config.device)
+    parameter_dtype, autocast_dtype = _FORMATS[str(config.dtype)]
+    if autocast_dtype is torch.float16 and device.type != "cuda":
+        raise config_error(
+            "runtime.dtype", "fp16_mixed", f"{device} has no fp16 training", remedy="runtime.dtype=bf16_mixed"
+        )
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    _set_determinism(config.deterministic, device)
+    seed_everything(seed)
+    order = "deterministic kernels" if config.deterministic else "kernels as they come"
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return Runtime(device, parameter_dtype, autocast_dtype, f"{device} ({why}), {config.dtype}, {order}{threads}")
+
+
+def _device(wanted: str) -> tuple[torch.device, str]:
+    if wanted == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", 0), "the first CUDA device"
+        return torch.device("cpu"), "no CUDA device here"
+    device = torch.device(wanted)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index = device.index or 0
+        if index >= count:
+            problem = f"this PyTorch ({torch.__version__}) sees {count} CUDA devices"
+            raise config_error("runtime.device", wanted, problem, remedy="runtime.device=cpu, or runtime=auto")
+        device = torch.device("cuda", index)
+    return device, "as asked for"
+
+
+def _set_determinism(deterministic: bool, device: torch.device) -> None:
+    if deterministic and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with this
+    # Warn only: a kernel without a deterministic form is told, and must not end a run after an hour.
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
