@@ -13,7 +13,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -290,11 +290,27 @@ def _check_single_run(options: Namespace) -> None:
         HydraConfig.instance().set_config(config)
         if str(config.hydra.mode) == "RunMode.MULTIRUN":
             return
+        _check_data_fits(config)
         loaded = load_config(config)
         _check_folder_is_free(options.overrides)
         from ckptplan.targets import check_targets
 
         check_targets(loaded, config.hydra.runtime.choices)
+
+
+def _check_data_fits(config: DictConfig) -> None:
+    """Name both model and data where one lacks what the other takes from it, before the broken reference is met."""
+    from ckptplan.data.spec import explain_missing_data_keys
+
+    if not (isinstance(config.model, DictConfig) and isinstance(config.data, DictConfig)):
+        return  # load_config says what is wrong
+    choices = config.hydra.runtime.choices
+    model, data = (
+        cast("dict[str, object]", OmegaConf.to_container(node, resolve=False)) for node in (config.model, config.data)
+    )
+    message = explain_missing_data_keys(str(choices.get("model")), model, str(choices.get("data")), data)
+    if message:
+        raise ConfigError(message)
 
 
 def _check_folder_is_free(overrides: Sequence[str]) -> None:
