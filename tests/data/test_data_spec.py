@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -91,3 +92,21 @@ def test_keys_of_a_model_of_ones_own_are_told_without_guessing_its_kind() -> Non
 def test_the_messages_need_no_torch() -> None:
     code = "import sys, ckptplan.data, ckptplan.data.spec, ckptplan.data.checks; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "remedy"),
+    [
+        ("resnet", "stdlib_text", "type data=labelled_images (or digits), or model=gpt (or gpt_1b)"),
+        ("gpt_1b", "digits", "type data=stdlib_text (or files, synthetic_tokens), or model=resnet (or vit, unet, mlp)"),
+    ],
+)
+def test_a_run_of_two_that_do_not_fit_ends_at_once_naming_both(model: str, data: str, remedy: str) -> None:
+    train = Path(__file__).parents[2] / "train.py"
+    command = [sys.executable, str(train), f"model={model}", f"data={data}"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 2
+    assert f"error: model={model} takes data." in run.stderr
+    assert f"data={data} has no such key" in run.stderr
+    assert remedy in run.stderr
+    assert "Traceback" not in run.stderr
