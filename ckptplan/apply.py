@@ -93,7 +93,7 @@ def _plan_guards(plan: CheckpointPlan, modules: Sequence[nn.Module]) -> list[Gua
     ]
 
 
-class checkpointed:  # noqa: N801 - reads as a verb: ``with checkpointed(model, plan):``
+class checkpointed:
     """Patch ``model`` so that its blocks run under ``plan``: inside a ``with``, or for good.
 
         with checkpointed(model, plan):
@@ -145,8 +145,6 @@ class checkpointed:  # noqa: N801 - reads as a verb: ``with checkpointed(model, 
             vars(block.module).pop("forward", None)
 
     def _first_forward(self, node: PlanNode) -> Callable[..., Any]:
-        members = blocks_of([node])
-
         def forward(*args: Any, **kwargs: Any) -> Any:
             first = _Arguments(args, kwargs)
             return run_node(node, first, self._call, self._guards)

@@ -23,8 +23,9 @@ from ckptplan.blocks import CheckpointableBlock
 from ckptplan.measure import LossFn, PlainChain, Trials, private_batch, require_placement
 from ckptplan.memory import CudaAllocatorMeter, make_meter
 from ckptplan.plan import CheckpointPlan
+from ckptplan.randomness import random_state_restored, set_torch_state, torch_state
 from ckptplan.trees import tensors_in
-from ckptplan.twin import make_twin, random_state_restored
+from ckptplan.twin import make_twin
 from ckptplan.validate import validate_plan
 
 
@@ -199,25 +200,17 @@ class _Start:
     """State that both steps start from."""
 
     buffers: dict[str, torch.Tensor]
-    cpu_random: torch.Tensor
-    device_random: torch.Tensor | None
+    random_states: list[torch.Tensor]
 
     @staticmethod
     def of(pair: StepPair) -> _Start:
-        is_cuda = pair.device.type == "cuda"
-        return _Start(
-            {name: b.detach().clone() for name, b in pair.buffers().items()},
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state(pair.device) if is_cuda else None,
-        )
+        return _Start({name: b.detach().clone() for name, b in pair.buffers().items()}, torch_state(pair.device))
 
     def restore(self, pair: StepPair) -> None:
         with torch.no_grad():
             for name, buffer in pair.buffers().items():
                 buffer.copy_(self.buffers[name])
-        torch.set_rng_state(self.cpu_random)
-        if self.device_random is not None:
-            torch.cuda.set_rng_state(self.device_random, pair.device)
+        set_torch_state(self.random_states, pair.device)
 
 
 @dataclass(frozen=True)
@@ -227,7 +220,7 @@ class StepOutcome:
     loss: torch.Tensor
     gradients: Mapping[str, torch.Tensor | None]
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    random_state: torch.Tensor | None = None
+    random_states: Sequence[torch.Tensor] = ()
 
 
 def _outcome(pair: StepPair, step: Callable[[], torch.Tensor], start: _Start) -> StepOutcome:
@@ -241,7 +234,7 @@ def _outcome(pair: StepPair, step: Callable[[], torch.Tensor], start: _Start) ->
         if tensor.requires_grad:
             gradients[f"input {i}"] = None if tensor.grad is None else _on_host(tensor.grad)
     buffers = {name: _on_host(buffer) for name, buffer in pair.buffers().items()}
-    outcome = StepOutcome(_on_host(loss), gradients, buffers, torch.get_rng_state())
+    outcome = StepOutcome(_on_host(loss), gradients, buffers, torch_state(pair.device))
     for tensor in (*pair.twin.parameters(), *pair.inputs):
         tensor.grad = None
     return outcome
@@ -254,7 +247,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 def compare_outcomes(
     found: StepOutcome, expected: StepOutcome, reference: str, rtol: float, atol: float
 ) -> GradientCheck:
-    """Each parameter is judged relative to its own largest gradient; NaN, a missing gradient and a changed buffer fail."""
+    """Judge each parameter relative to its own largest gradient; NaN, missing gradients, changed buffers fail."""
     faults: list[str] = []
     largest_abs = largest_rel = 0.0
     bitwise = torch.equal(found.loss, expected.loss)
@@ -278,7 +271,8 @@ def compare_outcomes(
         for name, right in expected.buffers.items()
         if not torch.allclose(found.buffers[name].double(), right.double(), rtol=rtol, atol=atol, equal_nan=True)
     ]
-    if not _same_random(found, expected):
+    states = zip(found.random_states, expected.random_states, strict=True)
+    if not all(torch.equal(left, right) for left, right in states):
         faults.append("the random stream stands elsewhere after the step")
     known = not any("not finite" in fault or "missing" in fault for fault in faults)
     return GradientCheck(
@@ -289,12 +283,6 @@ def compare_outcomes(
         max_rel_diff=largest_rel if known and math.isfinite(largest_rel) else None,
         faults=tuple(faults),
     )
-
-
-def _same_random(found: StepOutcome, expected: StepOutcome) -> bool:
-    if found.random_state is None or expected.random_state is None:
-        return True
-    return torch.equal(found.random_state, expected.random_state)
 
 
 # --- peaks and times ---

@@ -24,6 +24,7 @@ from ckptplan.errors import NoDifferentiableOutputError
 from ckptplan.memory import make_meter
 from ckptplan.observe import Observation, observe
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
+from ckptplan.randomness import random_state_restored
 from ckptplan.recompute import Guards, buffer_slots, run_recomputed
 from ckptplan.stages import Mark, StageForward, StageRun, own_copies, stage_bytes, stage_flops, time_stage
 from ckptplan.trace import (
@@ -32,12 +33,11 @@ from ckptplan.trace import (
     StopAtFirstBlock,
     autocast_as,
     exchanged_forwards,
-    tensor_signature,
     trace_chain,
     value_signature,
 )
 from ckptplan.trees import distinct_storages, map_tensors, storage_key, tensors_in
-from ckptplan.twin import make_twin, random_state_restored
+from ckptplan.twin import make_twin
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -206,9 +206,9 @@ def require_placement(
                     f"{block.block_id}.{name} is on {tensor.device}, device={str(device)!r} was asked for; "
                     "move the model first (model.to(device))"
                 )
-            if dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
-                if tensor.dtype != dtype:
-                    raise ValueError(f"{block.block_id}.{name} is {tensor.dtype}, dtype={dtype} was asked for")
+            is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+            if dtype is not None and is_weight and tensor.dtype != dtype:
+                raise ValueError(f"{block.block_id}.{name} is {tensor.dtype}, dtype={dtype} was asked for")
     for tensor in tensors_in(batch):
         if tensor.device.type != device.type:
             raise ValueError(

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # pinned by tests/te
 from ckptplan.trees import storage_key, tensors_in
 
 _MARK = "ckptplan mark "
+_CPU: Any = torch.autograd.DeviceType.CPU  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
 class MemoryMeter(Protocol):
@@ -75,13 +76,14 @@ class CpuAllocatorMeter(_Marks):
         results = self._profiler.kineto_results
         if results is None or kind is not None:
             return
-        events = [e for e in results.events() if e.name() == "[memory]" or e.name().startswith(_MARK)]
+        every: Any = results.events()  # torch's stubs lack the memory fields
+        events = [e for e in every if e.name() == "[memory]" or e.name().startswith(_MARK)]
         level = peak = 0
         for event in sorted(events, key=lambda e: e.start_ns()):
             if event.name() != "[memory]":
                 self.add(event.name()[len(_MARK) :], level, peak)
                 peak = level
-            elif event.device_type() == torch.autograd.DeviceType.CPU:
+            elif event.device_type() == _CPU:
                 level += event.nbytes()
                 peak = max(peak, level)
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ckptplan.randomness import library_state, set_torch_state, torch_state
 from ckptplan.trace import BlockCall
 from ckptplan.trees import tensors_in
 
@@ -39,13 +40,14 @@ def observe(module: nn.Module, call: BlockCall, run: Callable[..., Any], device:
     _outputs(call, run)  # lazily made caches and attributes come into being here
     buffers = {name: b.detach().clone() for name, b in module.named_buffers(remove_duplicate=False)}
     attributes = attribute_state(module)
-    torch_state, library_state = _torch_random(device), _library_random()
+    streams, library = torch_state(device), library_state()
     first, touched = _outputs(call, run)
     mutated = tuple(n for n, b in module.named_buffers(remove_duplicate=False) if not same(b, buffers.get(n)))
-    draws = not all(same(a, b) for a, b in zip(torch_state, _torch_random(device), strict=True))
-    reason = _reason(touched, library_state, attributes, attribute_state(module))
+    draws = not all(same(a, b) for a, b in zip(streams, torch_state(device), strict=True))
+    reason = _reason(touched, library, attributes, attribute_state(module))
     if reason is None:
-        _restore(module, buffers, torch_state, device)
+        _restore_buffers(module, buffers)
+        set_torch_state(streams, device)
         second, _ = _outputs(call, run)
         if not all(same(a, b) for a, b in zip(first, second, strict=False)) or len(first) != len(second):
             reason = "two runs from the same state give different outputs, so a recomputation would not be exact"
@@ -69,7 +71,7 @@ def _outputs(call: BlockCall, run: Callable[..., Any]) -> tuple[list[torch.Tenso
 def _reason(touched: bool, library: Any, before: dict[str, Any], after: dict[str, Any]) -> str | None:
     if touched:
         return "its forward changes its own input in place, so the input kept for a recomputation would be wrong"
-    if library != _library_random():
+    if library != library_state():
         return "its forward draws from Python's or NumPy's global random stream, which a recomputation does not restore"
     changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
     if changed:
@@ -84,28 +86,11 @@ def same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     return bool(torch.equal(left, right)) or bool(torch.allclose(left, right, rtol=0, atol=0, equal_nan=True))
 
 
-def _torch_random(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
-
-
-def _library_random() -> tuple[Any, ...]:
-    name, keys, position, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), name, bytes(np.asarray(keys)), position, tuple(rest)
-
-
-def _restore(
-    module: nn.Module, buffers: dict[str, torch.Tensor], states: list[torch.Tensor], device: torch.device
-) -> None:
+def _restore_buffers(module: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, buffer in module.named_buffers(remove_duplicate=False):
             if name in buffers and buffers[name].shape == buffer.shape:
                 buffer.copy_(buffers[name])
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
 
 
 def attribute_state(module: nn.Module) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from ckptplan.errors import (
 from ckptplan.measure import Trials, profile_model
 from ckptplan.optim import learning_rate_schedule
 from ckptplan.plan import CheckpointPlan
-from ckptplan.profiles import ChainProfile
+from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 from ckptplan.record import (
     BudgetRecord,
     ErrorRecord,
@@ -50,7 +50,7 @@ from ckptplan.record import (
     exit_code,
     write_atomic,
 )
-from ckptplan.report.tables import plan_rows, plan_table, result_table
+from ckptplan.report.tables import plan_table, result_table
 from ckptplan.runtime import Runtime, choose_runtime
 from ckptplan.simulate import PlanCost, simulate_plan
 from ckptplan.stopping import StopFlag
@@ -134,8 +134,8 @@ def _out_of_memory_report(result: RunResult) -> str:
     return (
         f"out of memory: the plan's activation peak was predicted as {format_bytes(memory.predicted_peak_bytes)} and "
         f"measured as {measured}; weights {format_bytes(memory.weights_bytes)}, gradients "
-        f"{format_bytes(memory.gradients_bytes)} and optimizer state {format_bytes(memory.optimizer_bytes)} stand beside "
-        "it. Use a smaller budget or data.batch_size"
+        f"{format_bytes(memory.gradients_bytes)} and optimizer state {format_bytes(memory.optimizer_bytes)} stand "
+        "beside it. Use a smaller budget or data.batch_size"
     )
 
 
@@ -410,9 +410,13 @@ def _times(values_ms: tuple[float, ...]) -> StepTimes:
     )
 
 
+def _stages(profile: ChainProfile) -> list[BlockProfile | RegionProfile]:
+    return [*profile.blocks, *(region for region in (profile.pre, profile.post) if region is not None)]
+
+
 def _overhead(profile: ChainProfile, cost: PlanCost) -> float | None:
     """Predicted share of a step's time that the plan adds, from the measured parts."""
-    stages = [*profile.blocks, *(r for r in (profile.pre, profile.post) if r is not None)]
+    stages = _stages(profile)
     parts = [t for s in stages for t in (s.forward_time_ms, s.backward_time_ms)]
     if cost.recompute_time_ms is None or any(part is None for part in parts):
         return None
@@ -422,7 +426,7 @@ def _overhead(profile: ChainProfile, cost: PlanCost) -> float | None:
 
 def _flops_ratio(profile: ChainProfile, cost: PlanCost) -> float | None:
     """Share of a step's FLOPs that the plan computes again; exact."""
-    stages = [*profile.blocks, *(r for r in (profile.pre, profile.post) if r is not None)]
+    stages = _stages(profile)
     parts = [f for s in stages for f in (s.forward_flops, s.backward_flops)]
     if cost.recompute_flops is None or any(part is None for part in parts):
         return None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import random
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ckptplan.config import RuntimeConfig, config_error
+from ckptplan.randomness import seed_everything
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,3 @@ def _set_determinism(deterministic: bool, device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with this
     # Warn only: a kernel without a deterministic form is told, and must not end a run after an hour.
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch (all devices)."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

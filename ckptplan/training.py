@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +20,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -31,6 +29,7 @@ from torch.nn import functional
 from ckptplan.data import IGNORE_INDEX, Batch
 from ckptplan.errors import NonFiniteError
 from ckptplan.optim import set_learning_rate
+from ckptplan.randomness import random_state_restored
 from ckptplan.record import RunRecorder
 from ckptplan.stopping import StopFlag
 from ckptplan.tracking import Tracker
@@ -187,19 +186,6 @@ def _backward(
 
 
 @contextmanager
-def random_streams_kept(device: torch.device | str = "cpu") -> Iterator[None]:
-    """Put the random states of Python, NumPy, torch and the CUDA device back on leaving."""
-    is_cuda = torch.device(device).type == "cuda"
-    python, legacy_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (users' code draws from it)
-    with torch.random.fork_rng(devices=[torch.device(device)] if is_cuda else []):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(legacy_numpy)  # noqa: NPY002
-
-
-@contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Every module in eval mode; afterwards each has its own earlier flag back (frozen norms stay frozen)."""
     flags = [(module, module.training) for module in model.modules()]
@@ -216,7 +202,7 @@ def evaluate(
 ) -> float | None:
     """Mean loss over all targets of ``data.eval_batches()``; None if there are none or ``stop`` cut it short."""
     total, count = 0.0, 0
-    with random_streams_kept(settings.device), evaluation_mode(model), torch.no_grad():
+    with random_state_restored(torch.device(settings.device)), evaluation_mode(model), torch.no_grad():
         for batch in data.eval_batches():
             if stop():
                 return None

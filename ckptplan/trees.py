@@ -28,10 +28,10 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(map_tensors(item, function) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        rebuilt = copy.copy(value)
+        replica: Any = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(rebuilt, field.name, map_tensors(getattr(value, field.name), function))
-        return rebuilt
+            object.__setattr__(replica, field.name, map_tensors(getattr(value, field.name), function))
+        return replica
     return value
 
 

@@ -8,13 +8,8 @@ plain Python attributes, and no module hooks but those with which torch computes
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
 from torch import nn
 
 T = TypeVar("T")
@@ -66,22 +61,7 @@ def _share_what_cannot_be_copied(modules: list[nn.Module], memo: dict[int, Any])
 
 def _drop_user_hooks(module: nn.Module) -> None:
     for name in _HOOKS:
-        hooks = getattr(module, name, None)
-        for key in list(hooks or ()):
+        hooks: dict[int, Any] = getattr(module, name, {})
+        for key in list(hooks):
             if type(hooks[key]).__module__ not in _WEIGHT_HOOK_MODULES:
                 del hooks[key]
-
-
-@contextmanager
-def random_state_restored(device: torch.device) -> Iterator[None]:
-    """Python's, NumPy's, torch's and the device's random streams are left where they were."""
-    python, numpy_state, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)

@@ -1,0 +1,55 @@
+"""The global random streams of Python, NumPy, torch and a device: seeding, comparing, putting back.
+
+Users' models and data draw from the global streams, so these are what has to be handled here; code of
+our own draws from private generators.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def library_state() -> tuple[Any, ...]:
+    """The states of Python's and NumPy's streams, comparable with ``==``."""
+    name, keys, position, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), name, bytes(np.asarray(keys)), position, tuple(rest)
+
+
+def torch_state(device: torch.device) -> list[torch.Tensor]:
+    """The states of torch's CPU stream and of ``device``'s own, if it is another."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def set_torch_state(states: list[torch.Tensor], device: torch.device) -> None:
+    """Put back what ``torch_state`` gave."""
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
+@contextmanager
+def random_state_restored(device: torch.device) -> Iterator[None]:
+    """All streams are left where they were found, on success and on error."""
+    python, numpy_state, torch_states = random.getstate(), np.random.get_state(), torch_state(device)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        set_torch_state(torch_states, device)
