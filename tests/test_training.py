@@ -27,6 +27,7 @@ from ckptplan.errors import NonFiniteError
 from ckptplan.optim import learning_rate_schedule
 from ckptplan.record import RunRecorder, load_metrics
 from ckptplan.stopping import StopFlag
+from ckptplan.tracking import NoTracker
 from ckptplan.training import (
     TrainSettings,
     TrainSummary,
@@ -519,6 +520,43 @@ def test_a_stop_during_evaluation_ends_it_at_the_next_batch_and_reports_no_loss(
     summary = train_plainly(model, data, settings, stop=stop)
     assert (summary.steps, summary.ended, summary.signal, summary.eval_loss) == (1, "interrupted", "SIGINT", None)
     assert model.calls == 2
+
+
+def test_a_tracker_sees_the_lines_of_the_metrics_file(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+
+    class Listening(NoTracker):
+        def log(self, row: Any) -> None:
+            rows.append(dict(row))
+
+    data = ListData(make_batches([4]), evaluation=make_batches([4]))
+    with RunRecorder(tmp_path) as recorder:
+        settings = TrainSettings(steps=3, eval_every=2)
+        train_plainly(nn.Linear(4, 3), data, settings, recorder=recorder, tracker=Listening())
+    assert rows == load_metrics(tmp_path)
+    assert len(rows) == 5
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_on_cuda_each_step_has_its_peak_and_evaluation_leaves_the_device_stream_alone(
+    dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    def final_state(folder: Path, eval_every: int | None) -> list[Tensor]:
+        folder.mkdir()
+        model = DropoutNet(noisy_eval=True).cuda()
+        torch.manual_seed(3)
+        data = ListData(make_batches([64, 8]), evaluation=make_batches([4]))
+        settings = TrainSettings(steps=6, eval_every=eval_every, autocast_dtype=dtype, device="cuda")
+        with RunRecorder(folder) as recorder:
+            summary = train_plainly(model, data, settings, recorder=recorder)
+        peaks = [row["peak_bytes"] for row in load_metrics(folder) if "train/loss" in row]
+        assert min(peaks) > 0
+        assert summary.peak_bytes == max(peaks)
+        return [p.detach().cpu() for p in model.parameters()]
+
+    often, never = final_state(tmp_path / "often", 1), final_state(tmp_path / "never", None)
+    assert all(torch.equal(a, b) for a, b in zip(often, never, strict=True))
 
 
 def test_without_a_terminal_a_line_is_logged_every_so_many_steps(caplog: pytest.LogCaptureFixture) -> None:

@@ -158,7 +158,7 @@ def result_table(
     table.add_column("", ratio=1)
     for row in _result_rows(result):
         table.add_row(*(Text(cell) for cell in row))
-    console.print(_headline(result))
+    console.print(_headline(result), soft_wrap=True)
     console.print(table)
     for line in _closing_lines(result, paths or {}):
         # one line each, whatever the width: a path that is broken cannot be copied
