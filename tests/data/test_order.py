@@ -1,4 +1,4 @@
-"""Epochs: every sample once, an order of seed and epoch alone, the short batch, starting in the middle."""
+"""Epochs: every sample once, an order of seed and epoch alone, the short batch, starting in the middle (B63-B66)."""
 
 from __future__ import annotations
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -16,19 +15,15 @@ from ckptplan.data import explain_mismatch, explain_missing_data_keys
 from ckptplan.data.spec import DATA_OF_KIND, MODELS_OF_KIND
 from ckptplan.models import ChainModel
 
+Compose = Callable[..., DictConfig]  # the fixture of conftest.py
 CONF = Path(__file__).parents[2] / "conf"
 KIND_OF_MODEL = {model: kind for kind, models in MODELS_OF_KIND.items() for model in models}
 PAIRS = [(model, data) for model, kind in KIND_OF_MODEL.items() for data in DATA_OF_KIND[kind]]
 
 
-def compose_pair(*overrides: str) -> tuple[DictConfig, str, str]:
-    """The config of data and model in the order of conf/train.yaml, and the names chosen."""
-    primary = {"defaults": [{"data": "stdlib_text"}, {"model": "gpt"}, "_self_"], "seed": 0}
-    ConfigStore.instance().store("data_and_model", primary)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("data_and_model", overrides=list(overrides), return_hydra_config=True)
-    choices = config.hydra.runtime.choices
-    return config, choices["model"], choices["data"]
+def chosen(config: DictConfig) -> tuple[str, str]:
+    """The names of the model and of the data that a config holds."""
+    return config.hydra.runtime.choices["model"], config.hydra.runtime.choices["data"]
 
 
 def test_the_lists_of_choices_in_the_messages_are_the_files_of_conf() -> None:
@@ -37,19 +32,21 @@ def test_the_lists_of_choices_in_the_messages_are_the_files_of_conf() -> None:
 
 
 @pytest.mark.parametrize("model", KIND_OF_MODEL)
-def test_a_model_brings_its_default_data_and_the_users_own_choice_wins(model: str) -> None:
+def test_a_model_brings_its_default_data_and_the_users_own_choice_wins(compose: Compose, model: str) -> None:
     kind = KIND_OF_MODEL[model]
-    assert compose_pair(f"model={model}")[1:] == (model, {"tokens": "stdlib_text", "images": "labelled_images"}[kind])
+    assert chosen(compose(f"model={model}")) == (model, {"tokens": "stdlib_text", "images": "labelled_images"}[kind])
     other = {"tokens": "synthetic_tokens", "images": "digits"}[kind]
     for overrides in ([f"model={model}", f"data={other}"], [f"data={other}", f"model={model}"]):
-        assert compose_pair(*overrides)[1:] == (model, other)
+        assert chosen(compose(*overrides)) == (model, other)
 
 
 @pytest.mark.parametrize(("model", "data"), [pair for pair in PAIRS if pair[0] != "gpt_1b"])
-def test_every_model_is_built_for_every_data_of_its_kind_and_fits_it(model: str, data: str, tmp_path: Path) -> None:
+def test_every_model_is_built_for_every_data_of_its_kind_and_fits_it(
+    compose: Compose, model: str, data: str, tmp_path: Path
+) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(1000))
     overrides = [f"data.paths=[{tmp_path}/a.txt]"] if data == "files" else []
-    config, *_ = compose_pair(f"model={model}", f"data={data}", *overrides)
+    config = compose(f"model={model}", f"data={data}", *overrides)
     built, source = instantiate(config.model), instantiate(config.data)
     assert explain_mismatch(model, built.expects, data, source.spec) is None
     logits = built(next(source.epoch_batches(0)).inputs)
@@ -58,27 +55,27 @@ def test_every_model_is_built_for_every_data_of_its_kind_and_fits_it(model: str,
 
 
 @pytest.mark.parametrize("model", KIND_OF_MODEL)
-def test_a_model_with_data_of_the_other_kind_is_told_before_it_is_built(model: str) -> None:
+def test_a_model_with_data_of_the_other_kind_is_told_before_it_is_built(compose: Compose, model: str) -> None:
     data = {"tokens": "digits", "images": "stdlib_text"}[KIND_OF_MODEL[model]]
-    config, *names = compose_pair(f"model={model}", f"data={data}")
+    config = compose(f"model={model}", f"data={data}")
     nodes = [OmegaConf.to_container(config[group], resolve=False) for group in ("model", "data")]
-    message = explain_missing_data_keys(names[0], nodes[0], names[1], nodes[1])
+    message = explain_missing_data_keys(model, nodes[0], data, nodes[1])
     assert message is not None
     assert message.startswith(f"model={model} takes data.")
     assert f"but data={data} has no such key" in message
 
 
-def test_sizes_of_the_data_flow_into_the_model() -> None:
-    config, *_ = compose_pair("data=synthetic_tokens", "data.vocab_size=99", "data.sequence_length=33")
+def test_sizes_of_the_data_flow_into_the_model(compose: Compose) -> None:
+    config = compose("data=synthetic_tokens", "data.vocab_size=99", "data.sequence_length=33")
     assert (config.model.vocab_size, config.model.sequence_length) == (99, 33)
-    config, *_ = compose_pair("model=vit", "data.image_size=64", "data.classes=7", "data.channels=1")
+    config = compose("model=vit", "data.image_size=64", "data.classes=7", "data.channels=1")
     assert (config.model.image_size, config.model.classes, config.model.channels) == (64, 7, 1)
 
 
-def test_the_default_gpt_and_the_large_one_have_the_stated_parameters() -> None:
+def test_the_default_gpt_and_the_large_one_have_the_stated_parameters(compose: Compose) -> None:
     def count(*overrides: str) -> int:
         with torch.device("meta"):
-            return sum(parameter.numel() for parameter in instantiate(compose_pair(*overrides)[0].model).parameters())
+            return sum(parameter.numel() for parameter in instantiate(compose(*overrides).model).parameters())
 
     # per block 12 width^2 matrices and 13 width of biases and norms; two embeddings; the final norm; the head
     assert count() == 8 * (12 * 128**2 + 13 * 128) + (256 + 128) * 128 + 2 * 128 + 256 * 128
@@ -111,9 +108,9 @@ def train(model: ChainModel, config: DictConfig, steps: int, learning_rate: floa
     ],
 )
 def test_the_loss_of_every_model_falls_on_its_default_data(
-    model: str, overrides: list[str], learning_rate: float
+    compose: Compose, model: str, overrides: list[str], learning_rate: float
 ) -> None:
-    config, *_ = compose_pair(f"model={model}", "data.batch_size=8", *overrides)
+    config = compose(f"model={model}", "data.batch_size=8", *overrides)
     torch.manual_seed(0)
     losses = train(instantiate(config.model), config, 40, learning_rate)
     # a loss that stays moves by less than a twentieth between means of five
