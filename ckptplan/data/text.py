@@ -91,11 +91,7 @@ def find_files(patterns: Sequence[str], base: Path) -> list[Path]:
         matches = [named] if named.is_file() else [base / name for name in sorted(_glob(pattern, base))]
         files = [path.resolve() for path in matches if path.is_file()]
         if not files:
-            hint = (
-                f"; it is a folder, type {pattern.rstrip('/')}/**/*.txt for the .txt files in it"
-                if named.is_dir()
-                else ""
-            )
+            hint = f"; it is a folder, type {pattern.rstrip('/')}/**/*.txt for its text files" if named.is_dir() else ""
             raise FileNotFoundError(f"data.paths: no file matches {pattern!r} (relative paths start at {base}){hint}")
         found.update(dict.fromkeys(files))
     return list(found)
