@@ -279,7 +279,7 @@ def _check_single_run(options: Namespace) -> None:
     overrides = list(options.overrides)
     if options.config_dir:
         folder = Path(options.config_dir).absolute()
-        overrides.append(f"+hydra.searchpath={hydra_text(f'file://{folder}')}")
+        overrides.append(f"hydra.searchpath=[{hydra_text(f'file://{folder}')}]")
     conf = str(Path(options.config_path).absolute() if options.config_path else config_folder())
     with hydra.initialize_config_dir(version_base="1.3", config_dir=conf):
         try:

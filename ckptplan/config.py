@@ -393,15 +393,10 @@ def resolve(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     Raises ``ConfigError`` for a missing mandatory value, an interpolation that leads nowhere, an unknown key or a
     value of the wrong type.
     """
-    given = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     try:
-        plain = OmegaConf.masked_copy(given, [key for key in map(str, given) if key != "hydra"])
-        resolved = OmegaConf.to_container(
-            OmegaConf.merge(schema(), OmegaConf.to_container(plain, resolve=True, throw_on_missing=True)),
-            enum_to_str=True,
-        )
+        resolved = OmegaConf.to_container(_typed(config), resolve=True, throw_on_missing=True, enum_to_str=True)
     except OmegaConfBaseException as error:
-        known = given if isinstance(error, InterpolationKeyError) else schema()
+        known = config if isinstance(error, InterpolationKeyError) and isinstance(config, DictConfig) else schema()
         raise explain_omegaconf(error, known) from error
     assert isinstance(resolved, dict)
     if all(resolved[key] is None for key in BUDGET_KEYS):
@@ -409,9 +404,26 @@ def resolve(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     return typing.cast("dict[str, Any]", resolved)
 
 
+def _typed(config: DictConfig | Mapping[str, Any]) -> DictConfig:
+    """``config`` without ``hydra`` over the schema. A plain mapping is taken as resolved: its text is literal."""
+    given = config if isinstance(config, DictConfig) else OmegaConf.create(_literal(dict(config)))
+    merged = OmegaConf.merge(schema(), OmegaConf.masked_copy(given, [key for key in map(str, given) if key != "hydra"]))
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _literal(value: Any) -> Any:
+    """``value`` with ``${`` escaped in every text, so that OmegaConf reads none of it as an interpolation."""
+    if isinstance(value, dict):
+        return {key: _literal(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_literal(inner) for inner in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
+
+
 def load_config(config: DictConfig | Mapping[str, Any]) -> RunConfig:
     """The typed run description, ranges and combinations checked; raises ``ConfigError``."""
-    loaded = OmegaConf.to_object(OmegaConf.merge(schema(), resolve(config)))
+    loaded = OmegaConf.to_object(_typed(resolve(config)))
     assert isinstance(loaded, RunConfig)
     paths = loaded.blocks.paths
     if isinstance(paths, str) and paths != "auto":

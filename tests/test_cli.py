@@ -1,0 +1,350 @@
+"""The command line: what a stranger types, right or wrong. Runs are replaced by a stub; the real ones are elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptplan import cli
+from ckptplan.errors import CkptplanError, ConfigError, InfeasibleTargetError
+
+REPOSITORY = Path(cli.__file__).resolve().parent.parent
+Call = dict[str, Any]
+
+
+@pytest.fixture
+def start_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder to start in; logging is put back afterwards (Hydra configures the root logger)."""
+    monkeypatch.chdir(tmp_path)
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield tmp_path
+    for handler in set(root.handlers) - set(handlers):
+        handler.close()
+    root.handlers[:], root.level = handlers, level
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """``run_job`` replaced: calls are recorded; a call ends with 0, or with what ``answer`` raises or returns."""
+    calls: list[Call] = []
+
+    def run_job(config: Any, *, resolved: Any, folder: Path, overrides: list[str]) -> int:
+        calls.append(
+            {"config": config, "resolved": resolved, "folder": folder, "overrides": overrides, "cwd": Path.cwd()}
+        )
+        answer = getattr(stub, "answer", None)
+        return answer() if answer else 0
+
+    stub = types.ModuleType("ckptplan.run")
+    stub.run_job = run_job  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ckptplan.run", stub)
+    return calls
+
+
+def answer_with(reply: Callable[[], int]) -> None:
+    sys.modules["ckptplan.run"].answer = reply  # type: ignore[attr-defined]
+
+
+# --- a wrong word on the command line ---------------------------------------------------------------------------------
+
+# What is typed -> what the message says; each ends with exit code 2 before a folder exists.
+TYPOS: list[tuple[list[str], list[str]]] = [
+    (["stpes=5"], ["stpes=5", "did you mean: steps", "allowed: name, seed", "type: steps=5"]),
+    (["optimizer.lrr=1"], ["optimizer.lrr=1", "did you mean: optimizer.lr", "optimizer.betas"]),
+    (["steps=abc"], ["steps=abc", "a whole number", "type: steps=60"]),
+    (["budget_frac="], ["budget_frac=", "empty", "a number"]),
+    (["budget_frac=0"], ["budget_frac=0.0", "0 < f <= 1"]),
+    (["budget_frac=2"], ["budget_frac=2.0", "0 < f <= 1"]),
+    (["budget_frac=0.5", "budget_bytes=6GiB"], ["budget_frac=0.5 and budget_bytes=6GiB", "two budgets"]),
+    (["planner=dpp"], ["planner=dpp", "did you mean: dp", "allowed: all, dp, file, greedy", "type: planner=dp"]),
+    (["modle=gpt"], ["modle=gpt", "did you mean: model", "type: model=gpt"]),
+    (["model=gtp"], ["model=gtp", "did you mean: gpt", "resnet"]),
+    (["experiment=redme"], ["experiment=redme", "did you mean: readme"]),
+    (["lr=0.1"], ["lr=0.1", "did you mean: optimizer.lr", "type: optimizer.lr=0.1"]),
+    (["model.widht=3"], ["model.widht=3", "did you mean: model.width"]),
+    (["+model.widht=3"], ["model.widht=3", "gpt.GPT (from model/gpt.yaml)", "did you mean: model.width"]),
+    (["model.layers=abc"], ["model.layers=abc", "expects int, got str"]),
+    (["model._target_=ckptplan.models.gpt.GTP"], ["ckptplan.models.gpt has no GTP", "model/gpt.yaml", "gpt.GPT"]),
+    (["model._target_=nowhere.Net"], ["model._target_=nowhere.Net", "no module named 'nowhere'", "model/gpt.yaml"]),
+    (["runtim.device=cpu"], ["runtim.device=cpu", "did you mean: runtime.device", "type: runtime.device=cpu"]),
+    (["runtime.dtype=bf17"], ["runtime.dtype=bf17", "bf16_mixed"]),
+    (["plan_only=maybe"], ["plan_only=maybe", "true or false"]),
+    (["name=a{b"], ["name=a{b", "quotes", "type: 'name=\"a{b\"'"]),
+    (["name=#1"], ["name=#1", "type: 'name=\"#1\"'"]),
+    (["name=~/runs"], ["type: 'name=\"~/runs\"'"]),
+    (["name=a=b"], ["type: 'name=\"a=b\"'"]),
+    (["planner=dp,greedy"], ["planner=dp,greedy", "-m planner=dp,greedy"]),
+    (["steps"], ["steps: expected key=value"]),
+    (["=3"], ["=3"]),
+    (["--steps=5"], ["--steps=5", "no such flag", "type: steps=5"]),
+    (["+experiment=readme"], ["has a value already", "type: experiment=readme"]),
+    (["-m", "planner=dp,dpp"], ["planner=dpp", "did you mean: dp"]),
+    (["-m", "seed=1,2", "stpes=5"], ["stpes=5", "did you mean: steps"]),
+    (["-m", "seed=1,x"], ["seed=1,x", "a whole number"]),
+    (["-m", "budget_frac=0.5,2"], ["budget_frac=2.0"]),
+    (["-m", "model=resnet,vit", "data.imge_size=64"], ["data.imge_size=64", "did you mean: data.image_size"]),
+    (["--cfg", "job", "stpes=5"], ["did you mean: steps"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), TYPOS, ids=[" ".join(arguments) for arguments, _ in TYPOS])
+def test_a_typo_ends_with_one_message_and_nothing_on_disk(
+    start_folder: Path, runs: list[Call], capfd: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    message = capfd.readouterr().err
+    for word in words:
+        assert word in message
+    assert "Traceback" not in message
+    assert "HYDRA_FULL_ERROR" not in message
+    assert runs == []
+    assert [path for path in start_folder.rglob("*") if path.is_file()] == []
+
+
+def test_a_faulty_file_of_the_users_own_is_told_like_a_typo(
+    start_folder: Path, runs: list[Call], capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = start_folder / "mine" / "experiment"
+    mine.mkdir(parents=True)
+    (mine / "bad.yaml").write_text("# @package _global_\nstpes: 5\n")
+    (mine / "good.yaml").write_text("# @package _global_\nsteps: 7\n")
+    assert cli.main(["--config-dir", "mine", "experiment=bad"]) == 2
+    assert "did you mean: steps" in capsys.readouterr().err
+    assert cli.main(["--config-dir", "mine", "experiment=good"]) == 0
+    assert runs[0]["config"].steps == 7
+
+
+# --- answers without a run --------------------------------------------------------------------------------------------
+
+TORCH_FREE = [
+    ["--help"],
+    ["--cfg", "job"],
+    ["--cfg", "job", "--resolve"],
+    ["--cfg", "hydra"],
+    ["--info", "defaults-tree"],
+    ["-sc", "install=bash"],
+    ["stpes=5"],
+    ["planner=dpp"],
+    ["steps=abc"],
+    ["budget_frac=0"],
+    ["-m", "planner=dp,dpp"],
+]
+_RUN_AND_TELL = """
+import sys, time
+started = time.monotonic()
+from ckptplan.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+print("MODULES", "torch" in sys.modules, "wandb" in sys.modules, time.monotonic() - started)
+"""
+
+
+def ask(arguments: list[str], folder: Path, program: str = _RUN_AND_TELL) -> tuple[str, list[str]]:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    return done.stdout, lines[-1].split()[1:]
+
+
+@pytest.mark.parametrize("arguments", TORCH_FREE, ids=" ".join)
+def test_questions_and_typos_are_answered_without_torch(tmp_path: Path, arguments: list[str]) -> None:
+    _, (torch_loaded, wandb_loaded, _) = ask(arguments, tmp_path)
+    assert (torch_loaded, wandb_loaded) == ("False", "False")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_the_test_for_torch_sees_torch(tmp_path: Path) -> None:
+    _, (torch_loaded, *_) = ask(["--help"], tmp_path, "import torch\n" + _RUN_AND_TELL)
+    assert torch_loaded == "True"
+
+
+@pytest.mark.slow  # a clock: quiet machines only
+@pytest.mark.parametrize(("argument", "limit_s"), [("--help", 1.0), ("--cfg=job", 1.0), ("stpes=5", 2.0)])
+def test_questions_and_typos_are_answered_at_once(tmp_path: Path, argument: str, limit_s: float) -> None:
+    assert min(float(ask([argument], tmp_path)[1][2]) for _ in range(3)) < limit_s
+
+
+def test_help_shows_commands_that_work_and_every_group(tmp_path: Path) -> None:
+    text, _ = ask(["--help"], tmp_path)
+    commands = [line.strip() for line in text.splitlines() if line.startswith("  python train.py")]
+    assert len(commands) == 3
+    for group in (
+        "data: ",
+        "model: ",
+        "planner: all, dp, file, greedy, none, text, uniform",
+        "experiment: ",
+        "logger: ",
+    ):
+        assert f"\n{group}" in text
+    assert 'eval "$(python train.py -sc install=bash)"' in text
+
+
+def test_tab_completion_offers_the_planners(tmp_path: Path) -> None:
+    program = "import os; os.environ['COMP_LINE'] = 'train.py planner='; os.environ['COMP_POINT'] = '17'\n"
+    text, _ = ask(["-sc", "query=bash"], tmp_path, program + _RUN_AND_TELL)
+    assert "planner=dp" in text.split()
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_gets_its_config_its_folder_and_its_overrides(start_folder: Path, runs: list[Call]) -> None:
+    assert cli.main(["planner=greedy", "budget_frac=0.3", 'name="a=b, {c}"', "hydra.verbose=false"]) == 0
+    [call] = runs
+    assert call["config"].planner.name == "greedy"
+    assert call["config"].name == "a=b, {c}"
+    assert call["resolved"]["budget_frac"] == 0.3
+    assert call["overrides"] == ["planner=greedy", "budget_frac=0.3", 'name="a=b, {c}"']
+    folder = call["folder"]
+    assert folder.is_absolute()
+    assert folder.parent.parent == start_folder / "outputs" / "train"
+    assert {"train.log", ".hydra"} <= {path.name for path in folder.iterdir()}
+    latest = start_folder / "outputs" / "latest"
+    assert latest.resolve() == folder
+    assert not latest.readlink().is_absolute()
+
+
+@pytest.mark.parametrize("chdir", ["true", "false"])
+@pytest.mark.parametrize("multirun", [["-m", "hydra/launcher=basic"], []], ids=["multirun", "alone"])
+def test_inputs_are_relative_to_the_start_folder_and_outputs_stay_below_output_dir(
+    start_folder: Path, runs: list[Call], multirun: list[str], chdir: str
+) -> None:
+    assert cli.main([*multirun, f"hydra.job.chdir={chdir}", "output_dir=runs/here"]) == 0
+    [call] = runs
+    assert call["cwd"] == start_folder
+    assert call["folder"].is_relative_to(start_folder / "runs" / "here")
+    assert {path.name for path in start_folder.iterdir()} == {"runs"}
+    assert Path.cwd() == start_folder
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 4, 5, 6, 130, 143])
+def test_the_exit_code_of_the_run_is_that_of_the_command(start_folder: Path, runs: list[Call], code: int) -> None:
+    answer_with(lambda: code)
+    assert cli.main([]) == code
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("blocks.paths=x: no such block"), 2),
+        (InfeasibleTargetError("nothing fits"), 1),
+        (CkptplanError("no"), 1),
+    ],
+    ids=["config", "infeasible", "other"],
+)
+def test_an_error_of_ours_is_one_message_with_its_traceback_in_the_log(
+    start_folder: Path, runs: list[Call], capfd: pytest.CaptureFixture[str], error: CkptplanError, code: int
+) -> None:
+    def fail() -> int:
+        raise error
+
+    answer_with(fail)
+    assert cli.main([]) == code
+    message = capfd.readouterr().err
+    assert message.count(str(error)) == 1
+    assert "Traceback" not in message
+    log = (runs[0]["folder"] / "train.log").read_text()
+    assert "Traceback" in log
+    assert str(error) in log
+
+
+def test_an_unexpected_error_leaves_its_traceback_in_the_log_and_ends_with_1(
+    start_folder: Path, runs: list[Call]
+) -> None:
+    answer_with(lambda: 1 // 0)
+    assert cli.main([]) == 1
+    assert "ZeroDivisionError" in (runs[0]["folder"] / "train.log").read_text()
+
+
+def test_ctrl_c_ends_with_130(start_folder: Path, runs: list[Call]) -> None:
+    def interrupt() -> int:
+        raise KeyboardInterrupt
+
+    answer_with(interrupt)
+    assert cli.main([]) == 130
+
+
+def test_a_folder_that_holds_a_run_is_refused(
+    start_folder: Path, runs: list[Call], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["hydra.run.dir=mine"]) == 0
+    (start_folder / "mine" / "result.json").write_text("{}")
+    assert cli.main(["hydra.run.dir=mine"]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert len(runs) == 1
+
+
+def test_folders_made_in_the_same_second_differ(tmp_path: Path) -> None:
+    folders: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: folders.extend(cli.fresh_folder(tmp_path) for _ in range(10))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(folders)) == 40
+    assert all(folder.is_dir() for folder in folders)
+
+
+def test_an_output_root_that_cannot_be_written_is_named(
+    start_folder: Path, runs: list[Call], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (start_folder / "outputs").write_text("a file in the way")
+    assert cli.main([]) == 2
+    message = capsys.readouterr().err
+    assert "output_dir=" in message
+    assert "Traceback" not in message
+
+
+def test_latest_is_a_text_file_where_links_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("links are not allowed here")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    for name in ("first", "second"):
+        cli.point_latest_at(tmp_path / "train" / name, tmp_path)
+    assert (tmp_path / "latest").read_text() == "train/second\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"latest"}
+
+
+def test_a_model_of_the_users_own_is_found_where_they_start(start_folder: Path, runs: list[Call]) -> None:
+    (start_folder / "my_net_of_this_test.py").write_text("class Net:\n    def __init__(self, size: int): ...\n")
+    arguments = ["~model", "+model._target_=my_net_of_this_test.Net"]
+    assert cli.main([*arguments, "+model.size=3"]) == 0
+    assert cli.main(arguments) == 2
+    assert runs[0]["config"].model == {"_target_": "my_net_of_this_test.Net", "size": 3}
+
+
+def test_the_scripts_at_the_root_are_these_entry_points() -> None:
+    import sweep
+    import train
+
+    assert train.train_main is cli.train_main
+    assert sweep.sweep_main is cli.sweep_main
+
+
+def test_hydras_environment_is_put_back(start_folder: Path, runs: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    before = list(sys.argv)
+    cli.main([])
+    assert sys.argv == before
+    assert "HYDRA_FULL_ERROR" not in os.environ

@@ -1,0 +1,101 @@
+"""A file imports only what stands above it, and the planning core runs without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ckptplan
+
+PACKAGE = Path(ckptplan.__file__).parent
+
+# Every file, from the ground up; "planners" is planners/__init__.py.
+ORDER = """
+errors units config targets record
+randomness runtime optim trees blocks memory recompute twin profiles stages trace observe measure
+plan simulate check planners.tables planners.heuristic planners.fixed planners.flat planners
+validate apply benchmark budget
+data.spec data.checks data.order data data.dataset data.digits data.images data.text data.tokens
+models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models
+tracking stopping training sweeps
+report report.tables
+run cli __main__
+""".split()
+
+# What plans, checks and reports without a model at hand.
+TORCH_FREE = """
+errors units config targets record profiles plan simulate check planners planners.tables planners.heuristic
+planners.fixed planners.flat data.spec sweeps report report.tables cli
+""".split()
+
+
+def files() -> dict[str, Path]:
+    """Module name below ckptplan -> file. The package's own __init__ (lazy) and Hydra's plugin stand apart."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if parts[0] != "plugins" and parts != ("__init__",):
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(source: str) -> set[str]:
+    """Modules of ckptplan that a source imports, at any depth; what only type checkers read does not count."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.removeprefix("ckptplan.") for name in found if name.startswith("ckptplan.")} & files().keys()
+
+
+def test_every_file_has_its_place() -> None:
+    assert sorted(files()) == sorted(ORDER)
+
+
+@pytest.mark.parametrize("module", sorted(files()))
+def test_a_file_imports_only_what_stands_above_it(module: str) -> None:
+    above = set(ORDER[: ORDER.index(module)])
+    assert imports_of(files()[module].read_text(encoding="utf-8")) <= above
+
+
+def test_the_check_sees_an_import_in_any_form() -> None:
+    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ckptplan import cli\n"
+    assert imports_of(source) == set()
+    for line in ("from ckptplan import cli", "import ckptplan.cli", "from ckptplan.cli import main"):
+        assert imports_of(f"def f():\n    {line}\n") == {"cli"}
+
+
+def load_without_torch(modules: list[str]) -> subprocess.CompletedProcess[str]:
+    names = [f"ckptplan.{module}" for module in modules]
+    program = (
+        f"import sys, importlib; sys.modules['torch'] = None\nfor name in {names!r}: importlib.import_module(name)"
+    )
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=PACKAGE.parent)
+
+
+def test_the_planning_core_loads_where_there_is_no_torch() -> None:
+    done = load_without_torch(TORCH_FREE)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_test_without_torch_fails_on_a_module_that_needs_it() -> None:
+    done = load_without_torch(["blocks"])
+    assert done.returncode != 0
+    assert "torch" in done.stderr
+
+
+def test_no_module_breaks_the_standard_library_or_hides_a_function() -> None:
+    names = {module.rpartition(".")[2] for module in files()}
+    assert "profile" not in names
+    assert not names & set(ckptplan.__all__)
