@@ -331,6 +331,7 @@ class _Run:
         self.samples = self.tokens = 0
         self.train_s = 0.0
         self.skipped = self.bad_in_a_row = 0
+        self.has_told = False
         self.peak_bytes: int | None = None
         self.eval_loss: float | None = None
 
@@ -369,7 +370,8 @@ class _Run:
         if done.scaler_backed_off:
             return
         self.bad_in_a_row += 1
-        if self.skipped == self.bad_in_a_row == 1:
+        if not self.has_told:
+            self.has_told = True
             log.warning(
                 "step %d: loss %s, gradient norm %s: this update is skipped. Further ones are counted, not told; "
                 "%d in a row end the run. Try a lower learning rate, warm-up, or float32.",

@@ -433,6 +433,12 @@ def test_five_bad_updates_in_a_row_end_the_run_with_the_last_good_weights() -> N
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+def test_bad_updates_with_good_ones_between_do_not_end_the_run() -> None:
+    bad = [*range(2, 6), *range(7, 11)]  # twice four in a row
+    summary = train_plainly(Poisoned(bad), ListData(make_batches([4])), TrainSettings(steps=12))
+    assert (summary.steps, summary.skipped_updates) == (12, 8)
+
+
 class InfiniteGradient(nn.Module):
     """A finite loss whose gradient overflows."""
 
