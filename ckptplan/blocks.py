@@ -84,31 +84,22 @@ def declare_blocks(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) ->
     return tuple(declared)
 
 
-def select_blocks(model: nn.Module, paths: Sequence[str] | None = None) -> BlockSelection:
-    """The blocks named by module paths or globs (``layers.*``), else those the model declares or holds as a list.
+def select_blocks(model: nn.Module, paths: Sequence[str] | None = None) -> BlockSelection | None:
+    """The blocks named by module paths or globs (``layers.*``), else those that ``model.declared_blocks()`` gives.
 
-    Without ``paths``: what ``model.declared_blocks()`` gives, else every ``ModuleList`` or
-    ``Sequential`` of two or more members that lies in no other such list. Whether these run once
-    and in order is seen when they are measured (``measure.trace_chain``).
+    None where neither says anything: then ``discovery.find_blocks`` looks for them.
 
     Raises:
-        BlockDeclarationError: a path that names nothing (with the nearest ones), or a model without lists.
+        BlockDeclarationError: a path that names nothing (with the nearest ones), or blocks that overlap.
     """
     if paths:
         pairs, source = _match(model, paths), f"the paths {', '.join(paths)}"
     elif callable(getattr(model, "declared_blocks", None)):
         pairs, source = list(model.declared_blocks()), f"what {type(model).__name__} declares"  # type: ignore[operator]
     else:
-        lists = _outermost_lists(model)
-        if not lists:
-            raise BlockDeclarationError(
-                f"{type(model).__name__} holds no list of blocks (ModuleList or Sequential with two or more members); "
-                f"name the blocks: 'blocks.paths=[{_example_path(model)}]'"
-            )
-        pairs = [(f"{path}.{name}", child) for path, holder in lists for name, child in holder.named_children()]
-        source = "the lists " + ", ".join(path for path, _ in lists)
+        return None
     blocks = declare_blocks(model, pairs)
-    return BlockSelection(blocks, source, _left_out(model, blocks))
+    return BlockSelection(blocks, source, left_out(model, blocks))
 
 
 def _match(model: nn.Module, paths: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -132,7 +123,8 @@ def _path_matches(path: str, pattern: str) -> bool:
     return len(names) == len(wanted) and all(fnmatch.fnmatchcase(n, w) for n, w in zip(names, wanted, strict=True))
 
 
-def _outermost_lists(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def block_lists(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every ModuleList and Sequential of two or more members that lies in no other one, by path."""
     found: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
         is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= 2
@@ -141,11 +133,17 @@ def _outermost_lists(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _example_path(model: nn.Module) -> str:
-    return next((path for path, _ in model.named_children()), "layers") + ".*"
+def no_list_message(model: nn.Module) -> str:
+    """What to tell about a model in which no list of blocks is found."""
+    example = next((path for path, _ in model.named_children()), "layers")
+    return (
+        f"{type(model).__name__} holds no list of blocks (ModuleList or Sequential with two or more members); "
+        f"name the blocks: 'blocks.paths=[{example}.*]'"
+    )
 
 
-def _left_out(model: nn.Module, blocks: Sequence[CheckpointableBlock]) -> tuple[str, ...]:
+def left_out(model: nn.Module, blocks: Sequence[CheckpointableBlock]) -> tuple[str, ...]:
+    """Paths of the modules that hold parameters of their own and lie in no block."""
     covered = {id(part) for block in blocks for part in block.module.modules()}
     return tuple(
         path

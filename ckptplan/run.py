@@ -26,6 +26,7 @@ from ckptplan.budget import StaticBytes, plan_for_budget, static_bytes
 from ckptplan.config import RunConfig, config_hash
 from ckptplan.data import Batch
 from ckptplan.data.spec import explain_mismatch
+from ckptplan.discovery import find_blocks
 from ckptplan.errors import (
     BlockDeclarationError,
     ConfigError,
@@ -33,7 +34,7 @@ from ckptplan.errors import (
     RunInterruptedError,
     UnsupportedBoundaryError,
 )
-from ckptplan.measure import Trials, profile_model
+from ckptplan.measure import LossFn, Trials, profile_model
 from ckptplan.optim import learning_rate_schedule
 from ckptplan.plan import CheckpointPlan
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
@@ -158,10 +159,10 @@ class _Run:
         runtime = self.choose_runtime()
         data = instantiate(self.config.data, "data")
         model = self.build_model(data, runtime)
-        selection = self.select_blocks(model)
+        batch = to_device(next(iter(data.epoch_batches(0))), runtime.device)
+        selection = self.select_blocks(model, batch, runtime)
         self.tracker.start(resolved, self.config.name or self.folder.name, self.config.logger.group)
         self.is_started = True
-        batch = to_device(next(iter(data.epoch_batches(0))), runtime.device)
         optimizer = instantiate(self.config.optimizer, "optimizer")(model.parameters())
         static = self.count_static_bytes(model, optimizer)
         profile = self.profile(model, selection, batch, runtime)
@@ -196,10 +197,12 @@ class _Run:
         log.info("model: %s, %s parameters; data: %s", self.result.model, f"{count:,}", self.result.data)
         return model
 
-    def select_blocks(self, model: nn.Module) -> BlockSelection:
+    def select_blocks(self, model: nn.Module, batch: Batch, runtime: Runtime) -> BlockSelection:
         paths = self.config.blocks.paths
         try:
             selection = select_blocks(model, None if paths == "auto" else list(paths))
+            if selection is None:
+                selection = find_blocks(model, batch, _loss_fn(runtime), runtime.device)
         except BlockDeclarationError as error:
             raise ConfigError(str(error)) from error
         left = f"; left as they are: {', '.join(selection.left_out)}" if selection.left_out else ""
@@ -222,7 +225,7 @@ class _Run:
                 model,
                 selection.blocks,
                 batch,
-                lambda m, b: loss_of(m, b, runtime.autocast_dtype),
+                _loss_fn(runtime),
                 device=runtime.device,
                 num_warmup=self.config.profile.num_warmup,
                 num_trials=self.config.profile.num_trials,
@@ -280,7 +283,7 @@ class _Run:
             model,
             plan,
             batch,
-            lambda m, b: loss_of(m, b, runtime.autocast_dtype),
+            _loss_fn(runtime),
             device=runtime.device,
             trials=Trials(self.config.proof.latency_warmup, max(1, self.config.proof.latency_trials)),
             time_steps=self.config.proof.latency_trials > 0,
@@ -379,6 +382,10 @@ class _Run:
         if self.result.memory.predicted_peak_bytes is not None:
             files = {"run folder": str(self.folder), "result": str(path), "plan": str(self.folder / "plan.json")}
             result_table(plain, self.console, files)
+
+
+def _loss_fn(runtime: Runtime) -> LossFn:
+    return lambda model, batch: loss_of(model, batch, runtime.autocast_dtype)
 
 
 def _short_name(node: dict[str, Any]) -> str:
