@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ckptplan.trees import split_tensors
+
 BufferSlot = tuple[nn.Module, str]  # the submodule that holds the buffer, and the buffer's name in it
 
 
@@ -46,22 +48,26 @@ def buffer_slots(module: nn.Module, names: Sequence[str] | None = None) -> tuple
 def run_recomputed(call: Callable[..., Any], guards: Guards, *args: Any, **kwargs: Any) -> Any:
     """``call(*args, **kwargs)``, keeping its inputs only; backward runs it again.
 
-    Without gradients this is a plain call. Keyword arguments never reach PyTorch's checkpoint, which
-    has some of its own (``debug``, ``context_fn``).
+    Without gradients this is a plain call. PyTorch's checkpoint is handed bare tensors only: it would keep a
+    tuple of tensors alive by itself, out of reach of an enclosing recomputation, and it has keyword
+    arguments of its own (``debug``, ``context_fn``).
     """
     if not torch.is_grad_enabled():
         return call(*args, **kwargs)
+    tensors, put_back = split_tensors((args, kwargs))
+    del args, kwargs
     starts: list[torch.Tensor] | None = None
 
-    def forward_or_again(*inputs: Any) -> Any:
+    def forward_or_again(*inputs: torch.Tensor) -> Any:
         nonlocal starts
+        own_args, own_kwargs = put_back(inputs)
         if starts is None:  # the forward
             starts = [getattr(owner, name).detach().clone() for owner, name in guards.buffers]
-            return call(*inputs, **kwargs)
+            return call(*own_args, **own_kwargs)
         with _copies_in_place(guards.buffers, starts):
-            return call(*inputs, **kwargs)
+            return call(*own_args, **own_kwargs)
 
-    return checkpoint(forward_or_again, *args, use_reentrant=False, preserve_rng_state=guards.preserve_rng_state)
+    return checkpoint(forward_or_again, *tensors, use_reentrant=False, preserve_rng_state=guards.preserve_rng_state)
 
 
 @contextmanager
