@@ -128,9 +128,14 @@ def block_lists(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
         is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= 2
-        if path and is_list and not any(path.startswith(outer + ".") for outer, _ in found):
+        if is_list and not any(path.startswith(f"{outer}.") or not outer for outer, _ in found):
             found.append((path, module))
     return found
+
+
+def member_paths(path: str, holder: nn.Module) -> tuple[str, ...]:
+    """Module paths of the members of a list; ``path`` is "" where the model itself is the list."""
+    return tuple(f"{path}.{name}" if path else name for name, _ in holder.named_children())
 
 
 def no_list_message(model: nn.Module) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from ckptplan.blocks import BlockSelection, block_lists, declare_blocks, left_out, no_list_message
+from ckptplan.blocks import BlockSelection, block_lists, declare_blocks, left_out, member_paths, no_list_message
 from ckptplan.errors import BlockDeclarationError
 from ckptplan.randomness import random_state_restored
 from ckptplan.trace import exchanged_forwards
@@ -52,17 +53,17 @@ def find_blocks(
         raise BlockDeclarationError(no_list_message(model))
     calls = _record(
         model,
-        [(f"{path}.{name}") for path, holder in lists for name, _ in holder.named_children()],
+        [member for path, holder in lists for member in member_paths(path, holder)],
         batch,
         loss_fn,
         device,
     )
     found, refused = [], []
     for path, holder in lists:
-        members = tuple(f"{path}.{name}" for name, _ in holder.named_children())
+        members = member_paths(path, holder)
         reason = _why_no_chain(members, calls)
         if reason:
-            refused.append(f"{path} ({reason})")
+            refused.append(f"{path or 'the model itself'} ({reason})")
             continue
         start = [call.path for call in calls].index(members[0])
         found.append(_Found(path, start, members, sum(p.numel() for p in holder.parameters())))
@@ -75,7 +76,7 @@ def find_blocks(
     names = [member for item in taken for member in item.members]
     blocks = declare_blocks(model, [(name, model.get_submodule(name)) for name in names])
     others = [f"{f.path} (does not follow directly)" for f in found if f not in taken] + refused
-    source = f"the lists {', '.join(item.path for item in taken)}"
+    source = f"the lists {', '.join(item.path or 'of the model itself' for item in taken)}"
     return BlockSelection(blocks, source + (f", not {', '.join(others)}" if others else ""), left_out(model, blocks))
 
 
@@ -107,7 +108,7 @@ def _why_no_chain(members: tuple[str, ...], calls: list[_Call]) -> str | None:
     if [call.path for call in ran] != list(members):
         twice = len({call.path for call in ran}) < len(ran)
         return "a member runs more than once" if twice else "its members do not run each once, in order"
-    for before, after in zip(ran, ran[1:], strict=False):
+    for before, after in pairwise(ran):
         if not _follows(before, after):
             return f"the model computes something between {before.path} and {after.path}"
     return None
