@@ -248,13 +248,18 @@ class Recorder(TorchDispatchMode):
         self._count = 0
         self._is_paused = False
         self._is_foreign = False
+        self._unfilled: list[tuple[View, torch.Tensor]] = []  # saved tensors that no operator has filled yet
 
     # Hooks of autograd
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if not is_plain(tensor):
             return tensor.detach()
-        return View(self._defined(tensor), tensor)
+        contents = self.current(tensor)
+        view = View(contents, tensor)
+        if contents.is_undefined:  # saved first and filled later, as the noise of rrelu is
+            self._unfilled.append((view, tensor))
+        return view
 
     def unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, View):
@@ -270,9 +275,15 @@ class Recorder(TorchDispatchMode):
 
     def finish(self) -> None:
         """From here on, only what a saved tensor can reach is alive."""
+        for view, tensor in self._unfilled:  # filled unseen
+            if view.contents.tensor is None:
+                _take(view.contents, tensor)
+        self._unfilled.clear()
         for contents in self._table.values():
             if contents.tensor is not None:
-                # read now: a write in place counts up only after its operator has returned
+                # Only now: below autograd an alias has a counter of its own, and a write in place counts up
+                # only after its operator has returned.
+                contents.tensor = contents.tensor.detach()
                 contents.version = contents.tensor._version
                 contents.operation = None
         self._table.clear()
@@ -286,15 +297,13 @@ class Recorder(TorchDispatchMode):
         if contents is None or contents.storage() is not storage:  # type: ignore[misc]
             contents = self._table[id(storage)] = Contents(weakref.ref(storage), None)
             contents.is_outside = True
-            contents.tensor = tensor.detach()
+            contents.tensor = tensor
         return contents
 
     def _defined(self, tensor: torch.Tensor) -> Contents:
         contents = self.current(tensor)
         if contents.is_undefined:  # somebody reads memory that no operator filled: keep what is there
-            contents.is_undefined = False
-            contents.operation = None
-            contents.tensor = tensor.detach()
+            _take(contents, tensor)
         return contents
 
     # Operators
@@ -357,6 +366,8 @@ class Recorder(TorchDispatchMode):
 
     def _run_random(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [t for t in flat([*args, *kwargs.values()]) if isinstance(t, torch.Tensor)]
+        if any(type(t) is FakeTensor for t in tensors):
+            return operation.function(*args, **kwargs)  # fake tensors draw nothing
         device = torch.device(kwargs.get("device") or (tensors[0].device if tensors else "cpu"))
         state = _RandomState.now(kwargs.get("generator"), device)
         out = operation.function(*args, **kwargs)
@@ -395,11 +406,17 @@ class Recorder(TorchDispatchMode):
         after = Contents(before.storage, operation)
         after.is_outside = before.is_outside
         if before.is_outside or operation is None:
-            after.tensor = tensor.detach()
+            after.tensor = tensor
         fills_all = about.overwrites and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
         after.is_undefined = before.is_undefined and not fills_all
         if operation is not None:
             operation.writes.append((before, weakref.ref(after)))
+        if before.is_undefined:
+            for view, _ in self._unfilled:
+                if view.contents is before:
+                    view.contents = after
+            if not after.is_undefined:
+                self._unfilled = [(view, t) for view, t in self._unfilled if view.contents is not after]
         return after
 
     def _made(
@@ -413,7 +430,7 @@ class Recorder(TorchDispatchMode):
         contents = Contents(weakref.ref(storage), operation)
         if operation is None:  # made by an operator on tensors of a subclass
             contents.is_outside = True
-            contents.tensor = tensor.detach()
+            contents.tensor = tensor
         else:
             operation.makes.append((position, weakref.ref(contents)))
             if about.is_undefined:
@@ -423,8 +440,15 @@ class Recorder(TorchDispatchMode):
 
     def _keep_now(self, contents: Contents, operation: Operation | None, position: int, tensor: torch.Tensor) -> None:
         if operation is not None and not contents.is_undefined:
-            contents.tensor = tensor.detach()
+            contents.tensor = tensor
             self.kept.add(Output(operation.operator, operation.nth, position))
+
+
+def _take(contents: Contents, tensor: torch.Tensor) -> None:
+    """Keep what is in memory now, whoever put it there."""
+    contents.is_undefined = False
+    contents.operation = None
+    contents.tensor = tensor
 
 
 def _written(about: About, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -499,9 +523,10 @@ def _run_again(operation: Operation) -> None:
     made = [(reference(), results[position]) for position, reference in operation.makes]
     made += [(reference(), memory.tensor) for memory, reference in after]
     for contents, tensor in made:
-        if contents is not None and contents.tensor is None:
-            contents.tensor = tensor
+        if contents is not None:
             contents.operation = None
+            if contents.tensor is None:
+                contents.tensor = tensor
     operation.args, operation.kwargs, operation.reads = (), {}, []
 
 
