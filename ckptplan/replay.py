@@ -11,8 +11,8 @@ reads and weakly to those that it makes. So what nobody can ask for is freed at 
 saved tensor needs included, and each operator runs again at most once. The Python code of the block never
 runs a second time: hooks, counters, buffers and random draws are right by themselves.
 
-One thing escapes: memory that is written where the dispatcher does not see it (NumPy, raw pointers). ``gate.py``
-finds that. This file, its gate and ``memory.py`` are the only ones that use underscore names of torch; a
+One thing escapes: memory that is written where the dispatcher does not see it (NumPy, raw pointers). ``operators.py``
+finds that. This file and ``memory.py`` are the only ones that use underscore names of torch; a
 test pins each. Study: docs/design.md, section 5.
 """
 
@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -246,7 +247,7 @@ class Recorder(TorchDispatchMode):
         self._table: dict[int, Contents] = {}  # by identity of the storage: what it holds now
         self._calls: dict[str, int] = {}
         self._count = 0
-        self._is_paused = False
+        self.is_paused = False
         self._is_foreign = False
         self._unfilled: list[tuple[View, torch.Tensor]] = []  # saved tensors that no operator has filled yet
 
@@ -264,14 +265,19 @@ class Recorder(TorchDispatchMode):
     def unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, View):
             return saved
-        was_paused, self._is_paused = self._is_paused, True  # a backward inside the block's forward
+        with self.paused(), _replaying:  # paused: a backward may run inside the block's forward
+            base = _rebuilt(saved.contents)
+            saved.contents.is_shared = True
+            return saved.on(base)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is not recorded."""
+        before, self.is_paused = self.is_paused, True
         try:
-            with _replaying:
-                base = _rebuilt(saved.contents)
-                saved.contents.is_shared = True
-                return saved.on(base)
+            yield
         finally:
-            self._is_paused = was_paused
+            self.is_paused = before
 
     def finish(self) -> None:
         """From here on, only what a saved tensor can reach is alive."""
@@ -311,7 +317,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         about = _about_operators.get(func) or about_operator(func)
-        if about.is_view or self._is_paused:
+        if about.is_view or self.is_paused:
             return func(*args, **kwargs)
         nth = self._calls.get(about.name, 0)
         self._calls[about.name] = nth + 1
