@@ -18,56 +18,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode  # pinned by tests/test_replay.py
 
-from ckptplan.replay import Contents, Operation, Output, Recorder, View, about_operator, flat, is_plain, run_replayed
+from ckptplan.graph import BlockOperators, OperatorCall, Output, Value
+from ckptplan.replay import Contents, Operation, Recorder, View, about_operator, flat, is_plain, run_replayed
 from ckptplan.stages import count_flops, differentiable
 from ckptplan.trees import tensors_in
 
 # Calls what it is given with fresh arguments of the block, from equal random state, and returns the result.
 RunBlock = Callable[[Callable[..., Any]], Any]
-
-
-@dataclass(frozen=True)
-class Value:
-    """What one operator call put into one storage.
-
-    Attributes:
-        operator: the number of the call that made it.
-        keepable: False where later writes change it, or nobody filled all of it.
-    """
-
-    output: Output
-    size_bytes: int
-    operator: int
-    keepable: bool
-
-
-@dataclass(frozen=True)
-class OperatorCall:
-    """One operator call; ``reads`` and ``makes`` are numbers of values. What is at hand anyway is not among them."""
-
-    name: str
-    nth: int
-    path: str  # of the submodule that ran it; "" for the block itself
-    reads: tuple[int, ...]
-    makes: tuple[int, ...]
-    flops: int
-    time_ms: float
-
-
-@dataclass(frozen=True)
-class BlockOperators:
-    """One run of a block. ``needed`` are the values that autograd saved; inputs and weights are at hand."""
-
-    calls: tuple[OperatorCall, ...]
-    values: tuple[Value, ...]
-    needed: tuple[int, ...]
-    sequence_hash: str
-
-    def name_of(self, value: int) -> str:
-        """``<submodule path>.<operator>#<n-th call>:<output>``, the call counted over the block."""
-        made = self.values[value]
-        path = self.calls[made.operator].path
-        return f"{path}.{made.output}" if path else str(made.output)
 
 
 # Tracing -------------------------------------------------------------------------------------------------------------

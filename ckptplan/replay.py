@@ -28,22 +28,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckptplan.graph import Output
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)  # a subclass may be anything; it is kept as it is
 _replaying = threading.RLock()  # backward may run in several threads; an operator is replayed by one of them
-
-
-class Output(NamedTuple):
-    """One output of one operator call of a block: the ``nth`` call of ``operator``, counted over the block.
-
-    ``operator`` is the name without overload, with its namespace unless that is aten: ``addmm``, ``mine::scan``.
-    """
-
-    operator: str
-    nth: int
-    position: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.operator}#{self.nth}:{self.position}"
 
 
 def run_replayed(call: Callable[..., Any], keep: Iterable[Output], *args: Any, **kwargs: Any) -> Any:

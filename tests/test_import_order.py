@@ -15,8 +15,8 @@ PACKAGE = Path(ckptplan.__file__).parent
 
 # Every file, from the ground up; "planners" is planners/__init__.py.
 ORDER = """
-errors units config targets record
-randomness runtime optim trees blocks memory recompute replay twin profiles stages trace observe measure
+errors units config targets record graph
+randomness runtime optim trees blocks memory recompute replay twin profiles stages operators options trace observe measure
 plan simulate check planners.tables planners.heuristic planners.fixed planners.flat planners
 validate apply benchmark budget
 data.spec data.checks data.order data data.dataset data.digits data.images data.text data.tokens
@@ -28,7 +28,7 @@ run cli __main__
 
 # What plans, checks and reports without a model at hand.
 TORCH_FREE = """
-errors units config targets record profiles plan simulate check planners planners.tables planners.heuristic
+errors units config targets record graph options profiles plan simulate check planners planners.tables planners.heuristic
 planners.fixed planners.flat data.spec sweeps report report.tables cli
 """.split()
 

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptplan
+from ckptplan.graph import Output
 from ckptplan.memory import LiveStorageMeter
 from ckptplan.observe import same
-from ckptplan.replay import Output, Recorder, flat, run_replayed
+from ckptplan.replay import Recorder, flat, run_replayed
 from tests.block_kinds import KINDS, make_block
 from tests.random_programs import RandomProgram
 
