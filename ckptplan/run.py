@@ -81,7 +81,15 @@ def run_job(config: RunConfig, *, resolved: dict[str, Any], folder: Path, overri
         name=config.name, config_hash=config_hash(resolved), planner=config.planner.name, seed=config.seed
     )
     result.environment = {**environment(), "overrides": " ".join(overrides)}
-    tracker = open_tracker(config.logger.kind, folder, project=config.logger.project, mode=config.logger.mode)  # type: ignore[arg-type]
+    logger = config.logger
+    tracker = open_tracker(
+        logger.kind,  # type: ignore[arg-type]  # checked by load_config
+        folder,
+        project=logger.project,
+        mode=logger.mode,  # type: ignore[arg-type]
+        entity=logger.entity,
+        tags=logger.tags,
+    )
     write_atomic(folder / "config.yaml", _yaml(resolved))
     start_s = time.perf_counter()
     with RunRecorder(folder) as recorder, StopFlag() as stop:

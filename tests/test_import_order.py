@@ -16,7 +16,7 @@ PACKAGE = Path(ckptplan.__file__).parent
 # Every file, from the ground up; "planners" is planners/__init__.py.
 ORDER = """
 errors units config targets record
-randomness runtime optim trees blocks memory recompute twin profiles stages trace observe measure
+randomness runtime optim trees blocks memory recompute twin profiles stages trace discovery observe measure
 plan simulate check planners.tables planners.heuristic planners.fixed planners.flat planners
 validate apply benchmark budget
 data.spec data.checks data.order data data.dataset data.digits data.images data.text data.tokens
