@@ -30,10 +30,10 @@ from ckptplan.config import (
     shell_override,
 )
 from ckptplan.errors import CkptplanError, ConfigError
-from ckptplan.sweeps import SweepTerminated
+from ckptplan.sweeps import EXIT_BAD_CONFIG, SweepTerminated
 
 CONFIG_NAME = "train"
-EXIT_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
+EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
 FINE_IN_A_SWEEP = (0, 3, 4, 5)  # exit codes that are an answer: ok, infeasible, over_budget, oom
 
 log = logging.getLogger(__name__)

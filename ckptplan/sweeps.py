@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 # A job with one of these has given an answer; any other status makes the sweep fail.
 FINE_STATUSES = ("ok", "infeasible", "over_budget", "oom")
+EXIT_BAD_CONFIG = 2
 STOP_GRACE_S = 30.0  # what a job gets to end after a signal before it is killed
 CONSOLE_FILE = "console.log"
 
@@ -126,8 +127,9 @@ def run_in_process(job: Job, timeout_s: float | None = None) -> dict[str, Any]:
         hint = "; often the system, out of memory" if name == "SIGKILL" else ""
         return _complete(job, "failed", ErrorRecord(name, f"ended by {name}{hint}", signal=name))
     if not (job.folder / "result.json").exists():
+        kind = "ConfigError" if exit_code == EXIT_BAD_CONFIG else f"exit code {exit_code}"
         message = _last_lines(job.folder / CONSOLE_FILE) or "no output"
-        return _complete(job, "failed", ErrorRecord(f"exit code {exit_code}", message))
+        return _complete(job, "failed", ErrorRecord(kind, message))
     return read_result(job)
 
 
