@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptplan.blocks import CheckpointableBlock, call_block, describe_module, model_fingerprint
+from ckptplan.blocks import CheckpointableBlock, call_block, describe_module, model_fingerprint, select_blocks
+from ckptplan.discovery import find_blocks
 from ckptplan.errors import NoDifferentiableOutputError
 from ckptplan.memory import make_meter
 from ckptplan.observe import Observation, observe
@@ -129,7 +130,7 @@ def profile_blocks(
 
 def profile_model(
     model: nn.Module,
-    blocks: Sequence[CheckpointableBlock],
+    blocks: Sequence[CheckpointableBlock] | Sequence[str] | str | None,
     batch: Any,
     loss_fn: LossFn,
     *,
@@ -143,6 +144,8 @@ def profile_model(
 
     Args:
         model: any module that runs its blocks once, in order, each on what the previous one returned.
+        blocks: declared blocks, or their module paths or globs (``"layers.*"``); None: those that
+            ``model.declared_blocks()`` gives, else found by one forward.
         batch: handed to ``loss_fn``; its tensors stand before the step and are not counted.
         loss_fn: ``loss_fn(model, batch)`` -> scalar loss.
         device: default: where the model's parameters are.
@@ -150,22 +153,42 @@ def profile_model(
 
     Raises: as ``profile_blocks``.
     """
-    if not blocks:
-        raise ValueError("blocks is empty; declare at least one block")
     where = torch.device(device) if device is not None else next(model.parameters()).device
-    trials = Trials(num_warmup, num_trials)
+    declared = _resolve_blocks(model, blocks, batch, loss_fn, where)
+    if not declared:
+        raise ValueError("blocks is empty; declare at least one block")
     return _profile(
         model,
-        blocks,
+        declared,
         batch,
         loss_fn,
         device=where,
         dtype=None,
-        trials=trials,
+        trials=Trials(num_warmup, num_trials),
         memory=memory,
         has_loss=True,
         check_stop=check_stop,
     )
+
+
+def _resolve_blocks(
+    model: nn.Module,
+    blocks: Sequence[CheckpointableBlock] | Sequence[str] | str | None,
+    batch: Any,
+    loss_fn: LossFn,
+    device: torch.device,
+) -> tuple[CheckpointableBlock, ...]:
+    given = [blocks] if isinstance(blocks, str) else list(blocks or ())
+    declared = [block for block in given if isinstance(block, CheckpointableBlock)]
+    if declared and len(declared) == len(given):
+        return tuple(declared)
+    paths = [path for path in given if isinstance(path, str)]
+    if len(paths) < len(given):
+        raise TypeError(f"blocks={blocks!r}; expected what declare_blocks gave, or module paths, or None")
+    selection = None if blocks is not None and not given else select_blocks(model, paths or None)
+    if selection is None and blocks is None:
+        selection = find_blocks(model, batch, loss_fn, device)
+    return selection.blocks if selection else ()
 
 
 def _profile(
