@@ -445,9 +445,10 @@ def decode_dataclass(cls: type[_D], data: Any, where: str) -> _D:
     if unknown or missing:
         parts = [f"{what} {', '.join(keys)}" for what, keys in (("unknown", unknown), ("missing", missing)) if keys]
         raise ValueError(f"{where}: keys {'; '.join(parts)}")
+    values = {name: decode_value(hints[name], data[name], f"{where}: {name}") for name in fields}
     try:
-        return cls(**{name: decode_value(hints[name], data[name], f"{where}: {name}") for name in fields})
-    except (CkptplanError, TypeError) as error:
+        return cls(**values)
+    except (CkptplanError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
 
 
