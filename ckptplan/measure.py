@@ -346,6 +346,9 @@ class _Clock:
 def _measure(subject: _Subject, trials: Trials, memory: str, check_stop: Callable[[], None]) -> ChainProfile:
     trace = trace_chain(subject.names, subject.modules, subject.run_step, subject.outside, subject.device)
     keys = [_kind_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)]
+    time_keys = dict(
+        zip(keys, (_time_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)), strict=True)
+    )
     kinds: dict[str, _Kind] = {}
     for key, module, call in zip(keys, subject.modules, trace.calls, strict=True):
         if key not in kinds:
@@ -366,9 +369,14 @@ def _measure(subject: _Subject, trials: Trials, memory: str, check_stop: Callabl
         kind.keep, kind.recompute = _with_loss(kind.keep, held), _with_loss(kind.recompute, held)
     if "pre" in costs:
         costs["pre"] = replace(costs["pre"], backward_peak_bytes=costs["pre"].backward_peak_bytes + held)
-    clocks = _measure_times(kinds, regions, subject, trials, check_stop)
+    timed: dict[str, _Kind] = {}
+    for key, kind in kinds.items():
+        if time_keys[key] not in timed or kind.exclusion_reason is None:
+            timed[time_keys[key]] = kind
+    clocks = _measure_times(timed, regions, subject, trials, check_stop)
     blocks = tuple(
-        _block_profile(subject, order, key, kinds[key], clocks[key], trials, memory) for order, key in enumerate(keys)
+        _block_profile(subject, order, key, kinds[key], clocks[time_keys[key]], trials, memory)
+        for order, key in enumerate(keys)
     )
     first = trace.calls[0]
     return ChainProfile(
@@ -397,6 +405,15 @@ def _with_loss(cost: StageCost | None, held_bytes: int) -> StageCost | None:
 
 def _kind_key(module: nn.Module, call: BlockCall) -> str:
     text = f"{describe_module(module, exact=True)}|{call.signature}|{call.autocast}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _time_key(module: nn.Module, call: BlockCall) -> str:
+    """Equal for blocks that compute the same on the same shapes, whether or not their input wants a gradient.
+
+    They share one measured time, so that noise cannot prefer the first block of a chain to the others.
+    """
+    text = f"{describe_module(module, exact=True)}|{value_signature((call.args, call.kwargs))}|{call.autocast}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
