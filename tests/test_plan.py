@@ -292,7 +292,7 @@ class TestJson:
 
     def test_the_file_is_named_in_the_error(self, tmp_path: Path) -> None:
         (tmp_path / "plan.json").write_text("{}", encoding="utf-8")
-        with pytest.raises(UnsupportedPlanVersionError, match="plan.json"):
+        with pytest.raises(UnsupportedPlanVersionError, match=r"plan\.json"):
             CheckpointPlan.load(tmp_path / "plan.json")
 
 

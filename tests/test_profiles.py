@@ -241,7 +241,7 @@ class TestFile:
 
     def test_another_version_is_refused(self) -> None:
         data = json.loads(_chain().to_json()) | {"schema": "ckptplan.profile/9"}
-        with pytest.raises(UnsupportedPlanVersionError, match="ckptplan.profile/9"):
+        with pytest.raises(UnsupportedPlanVersionError, match=r"ckptplan\.profile/9"):
             ChainProfile.from_json(json.dumps(data))
 
 

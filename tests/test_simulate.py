@@ -69,8 +69,8 @@ class TestByHand:
         cost = simulate_plan(_three(), parse_plan_text("R(0 1) K2"))
         # first forward: a alone 7, then b 7 beside a's output 4; replay of a (16) and b (14+26) beside the gradient 4
         # of the segment's end, b only as far as its own recomputation goes (29): 14+29, then backward b 14+28, a 18
-        assert dict((s, level) for s, p, level in cost.timeline if p == "forward")["a..b"] == 11
-        assert dict((s, level) for s, p, level in cost.timeline if p == "backward")["a..b"] == 43
+        assert {s: level for s, p, level in cost.timeline if p == "forward"}["a..b"] == 11
+        assert {s: level for s, p, level in cost.timeline if p == "backward"}["a..b"] == 43
         assert cost.peak_bytes == 43  # c: the segment's output 4 and its own 38 give 42
         assert cost.retained_bytes == (0, 0, 34)
         assert cost.recompute_time_ms == 10.0 + 7.0
@@ -135,7 +135,7 @@ class TestRefusals:
 
     def test_a_block_that_cannot_be_recomputed(self) -> None:
         blocks = [_block("a", 1, eligible_for_checkpoint=False, exclusion_reason="grows a list"), _block("b", 1)]
-        with pytest.raises(ValueError, match="'a' cannot be recomputed.*grows a list"):
+        with pytest.raises(ValueError, match=r"'a' cannot be recomputed.*grows a list"):
             simulate_plan(blocks, parse_plan_text("R(0) K1"))
 
     def test_a_segment_whose_last_gradient_is_unknown(self) -> None:

@@ -101,7 +101,7 @@ _Stages = list[list[list[tuple[Transition, int]]]]
 def scaled_values(tables: FlatTables) -> Ints:
     """Per block cost x (blocks + 1) + 1 in integers: sums compare exactly, and equal costs by number of blocks."""
     count = tables.num_blocks + 1
-    works = [Fraction(work or 0) for work in tables.work]
+    works = [Fraction(str(work or 0)) for work in tables.work]  # as decimals: 0.1 + 0.2 equals 0.3
     limit = Fraction(2**59, count)
     unit = Fraction(1)
     while sum(works) / unit > limit:

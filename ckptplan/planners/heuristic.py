@@ -48,10 +48,15 @@ def pruned(tables: FlatTables, choice: Bools, limit_bytes: int) -> Bools:
     """Keeps every block whose recomputation is not needed to stay within the limit, the dearest first."""
     choice = choice.copy()
     work = np.array([w or 0.0 for w in tables.work])
-    for block in sorted(np.flatnonzero(choice), key=lambda b: (-work[b], -b)):
-        choice[block] = False
-        if tables.peak(choice) > limit_bytes:
-            choice[block] = True
+    found = True
+    while found:  # keeping one block can make another one's recomputation needless
+        found = False
+        for block in sorted(np.flatnonzero(choice), key=lambda b: (-work[b], -b)):
+            choice[block] = False
+            if tables.peak(choice) > limit_bytes:
+                choice[block] = True
+            else:
+                found = True
     return choice
 
 
