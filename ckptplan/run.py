@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import nn
 
 from ckptplan.apply import checkpointed
-from ckptplan.benchmark import GradientCheck, StepProof, is_out_of_memory, percentile, prove_model
+from ckptplan.benchmark import percentile
 from ckptplan.blocks import BlockSelection, select_blocks
 from ckptplan.budget import StaticBytes, plan_for_budget, static_bytes
 from ckptplan.config import RunConfig, config_hash
@@ -34,10 +34,11 @@ from ckptplan.errors import (
     RunInterruptedError,
     UnsupportedBoundaryError,
 )
-from ckptplan.measure import LossFn, Trials, profile_model
+from ckptplan.measure import profile_model
 from ckptplan.optim import learning_rate_schedule
 from ckptplan.plan import CheckpointPlan
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
+from ckptplan.proof import GradientCheck, StepProof, is_out_of_memory, prove_model
 from ckptplan.record import (
     BudgetRecord,
     ErrorRecord,
@@ -55,6 +56,7 @@ from ckptplan.report.tables import plan_table, result_table
 from ckptplan.runtime import Runtime, choose_runtime
 from ckptplan.simulate import PlanCost, simulate_plan
 from ckptplan.stopping import StopFlag
+from ckptplan.subject import LossFn, Trials
 from ckptplan.targets import instantiate
 from ckptplan.tracking import Tracker, open_tracker
 from ckptplan.training import TrainSettings, TrainSummary, loss_of, to_device, train
