@@ -49,6 +49,8 @@ def sweep_main() -> NoReturn:
     arguments = sys.argv[1:]
     if not any(argument.startswith("sweep=") for argument in arguments):
         arguments = ["sweep=default", *arguments]
+        if len(arguments) == 1:
+            print("four planners at five budgets on the small GPT: under 10 minutes on two CPU cores", file=sys.stderr)
     sys.exit(main(arguments))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from ckptplan.errors import CkptplanError
 from ckptplan.record import ErrorRecord, RunResult, load_result, write_atomic
-from ckptplan.units import format_bytes, format_seconds
+from ckptplan.units import format_bytes, format_percent, format_seconds
 
 log = logging.getLogger(__name__)
 
@@ -232,12 +232,12 @@ def table_row(result: Mapping[str, Any], job: Job) -> dict[str, Any]:
 
 
 def describe(result: Mapping[str, Any]) -> str:
-    """A job's outcome in a few words: ``ok, peak 3.10 MiB, 1.08 x the step time``."""
+    """A job's outcome in a few words: ``ok, peak 3.10 MiB, step time +8.0 %``."""
     peak = (result.get("memory") or {}).get("measured_peak_bytes")
     ratio = (result.get("latency") or {}).get("overhead_ratio")
     words = [str(result.get("status"))]
     words += [f"peak {format_bytes(peak)}"] if peak is not None else []
-    words += [f"{ratio:.2f} x the step time"] if ratio is not None else []
+    words += [f"step time {format_percent(ratio)}"] if ratio is not None else []
     return ", ".join(words)
 
 

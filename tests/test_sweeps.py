@@ -170,10 +170,11 @@ def test_the_table_holds_a_row_per_job_with_seed_and_hash(tmp_path: Path) -> Non
 
 def test_a_row_takes_its_figures_from_the_result(tmp_path: Path) -> None:
     result = RunResult(status="ok", planner="dp", memory=MemoryRecord(measured_peak_bytes=3 * 2**20)).to_dict()
+    result["latency"]["overhead_ratio"] = 0.08
     row = table_row(result, make_job(tmp_path, ""))
     assert (row["job"], row["planner"], row["measured_peak_bytes"]) == ("000_dp_0.5_00000000", "dp", 3 * 2**20)
-    assert row["overhead_ratio"] is None
-    assert describe(result) == "ok, peak 3.00 MiB"
+    assert (row["overhead_ratio"], row["last_loss"]) == (0.08, None)
+    assert describe(result) == "ok, peak 3.00 MiB, step time +8.0 %"
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
