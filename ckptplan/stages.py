@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ckptplan.memory import MemoryMeter
 from ckptplan.profiles import StageCost
-from ckptplan.trees import distinct_storages, tensors_in
+from ckptplan.trees import distinct_storages, storage_key, tensors_in
 
 Mark = Callable[[str], None]
 
@@ -37,6 +37,8 @@ class StageRun:
 # that, and runs its forward.
 StageForward = Callable[[Mark], StageRun]
 
+Bases = dict[int, torch.Tensor]  # copied storages, by ``storage_key`` of the original
+
 
 class OwnedCopies(torch.autograd.Function):
     """Copies that belong to the graph alone: non-leaf tensors whose gradients are dropped on arrival.
@@ -45,12 +47,12 @@ class OwnedCopies(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(copy_of(source) for source in sources)
+    def forward(ctx: Any, anchor: torch.Tensor, bases: Bases, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(copy_of(source, bases) for source in sources)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
-        return (None,) * (len(gradients) + 1)
+        return (None,) * (len(gradients) + 2)
 
 
 class EngineOwnedGradients(torch.autograd.Function):
@@ -66,27 +68,38 @@ class EngineOwnedGradients(torch.autograd.Function):
         return tuple(torch.full(shape, 1e-3, dtype=dtype, device=device) for shape, dtype, device in ctx.specs)
 
 
-def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides on a storage of the same size (a slice keeps its whole base alive)."""
-    size = tensor.untyped_storage().nbytes() // tensor.element_size()
-    base = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
-    copied = base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-    if 0 in tensor.stride() and tensor.numel() > 1:  # expanded: one memory cell stands for many elements
-        base.copy_(tensor.as_strided((size,), (1,), 0))
-    else:
-        copied.copy_(tensor)
-    return copied
+def copy_of(tensor: torch.Tensor, bases: Bases) -> torch.Tensor:
+    """A copy with the same strides on a copy of the whole storage (a slice keeps its whole base alive).
+
+    ``bases`` holds the storages copied so far, so that tensors that share memory still do. The copy is no
+    view for autograd, so that a block may change it in place as it may change an inner value.
+    """
+    key = storage_key(tensor)
+    if key not in bases:
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        base = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+        bases[key] = base.copy_(tensor.detach().as_strided((size,), (1,), 0))
+    base = bases[key]
+    copied = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return copied.set_(base.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies without a graph, with the gradient flags of ``tensors``; what shares memory still does."""
+    bases: Bases = {}
+    return [copy_of(t, bases).requires_grad_(t.requires_grad) for t in tensors]
 
 
 def own_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of ``tensors``; those that require gradients are non-leaf tensors."""
     with_gradient = [t for t in tensors if t.requires_grad]
     copies: dict[int, torch.Tensor] = {}
+    bases: Bases = {}
     if with_gradient:
         anchor = torch.empty(0, device=with_gradient[0].device, requires_grad=True)
-        made = OwnedCopies.apply(anchor, *(t.detach() for t in with_gradient))
+        made = OwnedCopies.apply(anchor, bases, *(t.detach() for t in with_gradient))
         copies = {id(t): c for t, c in zip(with_gradient, made, strict=True)}
-    return [copies[id(t)] if t.requires_grad else copy_of(t) for t in tensors]
+    return [copies[id(t)] if t.requires_grad else copy_of(t, bases) for t in tensors]
 
 
 def differentiable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ckptplan.errors import BlockDeclarationError, UnsupportedBoundaryError
-from ckptplan.stages import own_copies
+from ckptplan.stages import copies_of, own_copies
 from ckptplan.trees import map_tensors, storage_key, tensors_in
 
 Step = Callable[[], Any]  # one forward of the whole model; returns the loss, or the output where there is no loss
@@ -169,7 +169,9 @@ def _boundary(
 def _recorded(
     args: tuple[Any, ...], kwargs: dict[str, Any], boundary: list[torch.Tensor], autocast: Autocast
 ) -> BlockCall:
-    cut = {id(t): t.detach().requires_grad_(t.requires_grad) for t in (*tensors_in((args, kwargs)), *boundary)}
+    cut = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors_in((args, kwargs))}
+    # copies: the block may change its input in place, and what came in is what has to be recorded
+    cut.update((id(t), copy) for t, copy in zip(boundary, copies_of(boundary), strict=True))
     at_boundary = {id(t) for t in boundary}
     for key, stand_in in cut.items():  # an input of the user's that wants a gradient has one before the step
         if stand_in.requires_grad and key not in at_boundary:
