@@ -88,6 +88,8 @@ TYPOS: list[tuple[list[str], list[str]]] = [
     (["=3"], ["=3"]),
     (["--steps=5"], ["--steps=5", "no such flag", "type: steps=5"]),
     (["+experiment=readme"], ["has a value already", "type: experiment=readme"]),
+    (["planner=text", "planner.text='K0 X1'"], ["planner.text=K0 X1", "found 'X1'", "expected K<block>"]),
+    (["planner=file", "planner.path=nowhere.json"], ["planner.path=nowhere.json", "no such file"]),
     (["-m", "planner=dp,dpp"], ["planner=dpp", "did you mean: dp"]),
     (["-m", "seed=1,2", "stpes=5"], ["stpes=5", "did you mean: steps"]),
     (["-m", "seed=1,x"], ["seed=1,x", "a whole number"]),

