@@ -56,10 +56,9 @@ class SweepTerminated(KeyboardInterrupt):
 
 
 def run_jobs(jobs: Sequence[Job], folder: Path, *, fail_fast: bool = False, timeout_s: float | None = None) -> None:
-    """Run the jobs one after the other and write the table into ``folder``.
+    """Run the jobs one after the other; the table in ``folder`` grows with each, and is printed at the end.
 
-    Raises ``CkptplanError`` at the end if a job failed, ``KeyboardInterrupt`` where the user stopped the sweep; the
-    table holds what there is in any case.
+    Raises ``CkptplanError`` at the end if a job failed, ``KeyboardInterrupt`` where the user stopped the sweep.
     """
     log.info(f"{len(jobs)} jobs, one at a time, each in a process of its own, below {folder}")
     for job in jobs:
@@ -67,9 +66,10 @@ def run_jobs(jobs: Sequence[Job], folder: Path, *, fail_fast: bool = False, time
     results: list[dict[str, Any]] = []
     try:
         with _sigterm_interrupts():
-            _run_each(jobs, results, fail_fast, timeout_s)
+            for _ in _run_each(jobs, results, fail_fast, timeout_s):
+                write_table(_rows(jobs, results), results, folder)
     finally:
-        rows = [table_row(result, job) for job, result in zip(jobs, results, strict=False)]
+        rows = _rows(jobs, results)
         write_table(rows, results, folder)
         print(text_table(rows))
         print(f"{folder / 'results.md'}  results.csv  results.jsonl")
@@ -78,7 +78,13 @@ def run_jobs(jobs: Sequence[Job], folder: Path, *, fail_fast: bool = False, time
         raise CkptplanError(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)} (in {folder})")
 
 
-def _run_each(jobs: Sequence[Job], results: list[dict[str, Any]], fail_fast: bool, timeout_s: float | None) -> None:
+def _rows(jobs: Sequence[Job], results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [table_row(result, job) for job, result in zip(jobs, results, strict=False)]
+
+
+def _run_each(
+    jobs: Sequence[Job], results: list[dict[str, Any]], fail_fast: bool, timeout_s: float | None
+) -> Iterator[None]:
     """Append the result of each job as it ends, also of the one that the user stopped."""
     started = time.monotonic()
     for count, job in enumerate(jobs, start=1):
@@ -91,6 +97,7 @@ def _run_each(jobs: Sequence[Job], results: list[dict[str, Any]], fail_fast: boo
         elapsed_s = time.monotonic() - started
         left = f"; about {format_seconds(elapsed_s / count * (len(jobs) - count))} to go" if count < len(jobs) else ""
         log.info(f"    {describe(results[-1])}{left}")
+        yield
         if results[-1]["status"] not in FINE_STATUSES:
             log.info(_indented_tail(job.folder / CONSOLE_FILE))
             if fail_fast:

@@ -16,7 +16,8 @@ PACKAGE = Path(ckptplan.__file__).parent
 # Every file, from the ground up; "planners" is planners/__init__.py.
 ORDER = """
 errors units config record
-randomness runtime optim trees blocks memory recompute twin subject profiles stages trace discovery observe kinds regions measure
+randomness runtime optim trees blocks memory recompute twin subject profiles stages
+trace discovery observe kinds regions measure
 plan targets simulate check planners.tables planners.heuristic planners.fixed planners.flat planners
 validate apply proof benchmark budget
 data.spec data.checks data.order data data.dataset data.digits data.images data.text data.tokens

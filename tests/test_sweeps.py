@@ -135,6 +135,19 @@ def test_the_others_go_on_after_a_failure_and_the_sweep_fails(
     assert [line.split()[1] for line in table.splitlines()[1:4]] == ["ok", "failed", "ok"]
 
 
+def test_the_table_grows_as_jobs_end(tmp_path: Path) -> None:
+    look = (
+        WRITE_RESULT
+        + f"""
+from pathlib import Path
+Path(sys.argv[1], "seen").write_text(Path({str(tmp_path)!r}, "results.jsonl").read_text())
+"""
+    )
+    jobs = [make_job(tmp_path, WRITE_RESULT, 0), make_job(tmp_path, look, 1)]
+    run_jobs(jobs, tmp_path)
+    assert len((jobs[1].folder / "seen").read_text().splitlines()) == 1
+
+
 def test_fail_fast_stops_at_the_first_failure(tmp_path: Path) -> None:
     jobs = [make_job(tmp_path, "1/0", 0), make_job(tmp_path, WRITE_RESULT, 1)]
     with pytest.raises(CkptplanError, match="1 of 2 jobs failed"):
