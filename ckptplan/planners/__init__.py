@@ -7,7 +7,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -303,25 +303,32 @@ def _rounding(total_bytes: int) -> Fraction:
 
 
 def _within_slowdown(run: _Run, ratio: float, unplanned_bytes: int) -> tuple[PlannerResult, bool]:
-    """The result of least peak whose cost stays within the ratio, by bisection over budgets.
+    """The result of least peak whose cost stays within the ratio, by a search over budgets.
 
     For planners whose cost does not rise with the budget this is the least peak that they can reach.
     """
-    step = _step_cost(run.chain, run.cost)
-    allowed = (ratio - 1) * step * (1 + 1e-12)
+    allowed = (ratio - 1) * _step_cost(run.chain, run.cost) * (1 + 1e-12)
     best = run(unplanned_bytes)
-    if run.added_cost(best.nodes) > allowed:
+    cost_above = run.added_cost(best.nodes)
+    if cost_above > allowed:
         return best, False
     above, below = run.simulated(best.nodes).peak_bytes, smallest_reachable(run.chain, run.memory_model)[0] - 1
+    cost_below = math.inf
+    proved, tries = True, 0
     while above - below > 1:
-        middle = (above + below) // 2
+        # by turns: half way; where the cost would be the one allowed if it were linear in between; one byte less
+        share = (cost_below - allowed) / (cost_below - cost_above) if math.isfinite(cost_below) else 0.5
+        share = (0.5, share, 1.0)[tries % 3]
+        middle = min(above - 1, max(below + 1, below + math.ceil((above - below) * share)))
+        tries += 1
         result = run(middle)
-        peak = run.simulated(result.nodes).peak_bytes
-        if peak <= middle and run.added_cost(result.nodes) <= allowed:
-            best, above = result, peak
+        peak, cost = run.simulated(result.nodes).peak_bytes, run.added_cost(result.nodes)
+        proved = proved and result.optimality_gap == 0
+        if peak <= middle and cost <= allowed:
+            best, above, cost_above = result, peak, cost
         else:
-            below = middle
-    return best, True
+            below, cost_below = middle, cost if peak <= middle else math.inf
+    return (best if proved else replace(best, optimality_gap=None)), True
 
 
 def _step_cost(chain: ChainProfile, cost: CostKind) -> float:

@@ -28,7 +28,7 @@ def greedy_choice(tables: FlatTables, budget_bytes: int) -> Bools:
 
 def _grow(tables: FlatTables, budget_bytes: int) -> Bools:
     choice = np.zeros(tables.num_blocks, bool)
-    work = np.array([w or 0.0 for w in tables.work])
+    work = np.array([w or 0.0 for w in tables.work], float)
     while True:
         forward, backward = tables.levels(choice)
         in_backward = bool(backward.max() >= forward.max())
@@ -47,7 +47,7 @@ def _grow(tables: FlatTables, budget_bytes: int) -> Bools:
 def pruned(tables: FlatTables, choice: Bools, limit_bytes: int) -> Bools:
     """Keeps every block whose recomputation is not needed to stay within the limit, the dearest first."""
     choice = choice.copy()
-    work = np.array([w or 0.0 for w in tables.work])
+    work = np.array([w or 0.0 for w in tables.work], float)
     found = True
     while found:  # keeping one block can make another one's recomputation needless
         found = False
