@@ -66,7 +66,8 @@ def run_jobs(jobs: Sequence[Job], folder: Path, *, fail_fast: bool = False, time
     results: list[dict[str, Any]] = []
     try:
         with _sigterm_interrupts():
-            for _ in _run_each(jobs, results, fail_fast, timeout_s):
+            for result in _run_each(jobs, fail_fast, timeout_s):
+                results.append(result)
                 write_table(_rows(jobs, results), results, folder)
     finally:
         rows = _rows(jobs, results)
@@ -82,26 +83,23 @@ def _rows(jobs: Sequence[Job], results: Sequence[Mapping[str, Any]]) -> list[dic
     return [table_row(result, job) for job, result in zip(jobs, results, strict=False)]
 
 
-def _run_each(
-    jobs: Sequence[Job], results: list[dict[str, Any]], fail_fast: bool, timeout_s: float | None
-) -> Iterator[None]:
-    """Append the result of each job as it ends, also of the one that the user stopped."""
+def _run_each(jobs: Sequence[Job], fail_fast: bool, timeout_s: float | None) -> Iterator[dict[str, Any]]:
+    """The result of each job as it ends, also of the one that the user stopped."""
     started = time.monotonic()
     for count, job in enumerate(jobs, start=1):
         log.info(f"[{count}/{len(jobs)}] {' '.join(job.overrides)}")
         try:
-            results.append(run_in_process(job, timeout_s))
+            result = run_in_process(job, timeout_s)
         except KeyboardInterrupt:
-            results.append(read_result(job))
+            yield read_result(job)
             raise
-        elapsed_s = time.monotonic() - started
-        left = f"; about {format_seconds(elapsed_s / count * (len(jobs) - count))} to go" if count < len(jobs) else ""
-        log.info(f"    {describe(results[-1])}{left}")
-        yield
-        if results[-1]["status"] not in FINE_STATUSES:
+        left_s = (time.monotonic() - started) / count * (len(jobs) - count)
+        log.info(f"    {describe(result)}{f'; about {format_seconds(left_s)} to go' if count < len(jobs) else ''}")
+        if result["status"] not in FINE_STATUSES:
             log.info(_indented_tail(job.folder / CONSOLE_FILE))
-            if fail_fast:
-                return
+        yield result
+        if fail_fast and result["status"] not in FINE_STATUSES:
+            return
 
 
 # --- one job ----------------------------------------------------------------------------------------------------------

@@ -296,6 +296,15 @@ def test_two_sweeps_of_the_same_second_share_nothing(planned: list[Job]) -> None
     assert len({job.folder.parent for job in planned}) == 2
 
 
+def test_a_sweep_into_an_old_folder_takes_other_names(planned: list[Job], tmp_path: Path) -> None:
+    for _ in range(2):
+        assert cli.main(["-m", "seed=1,2", "hydra.sweep.dir=mine"]) == 0
+        for job in planned:
+            job.folder.mkdir(exist_ok=True)
+    assert len({job.folder for job in planned}) == 4
+    assert {job.folder.parent for job in planned} == {tmp_path / "mine"}
+
+
 def test_a_key_of_a_swept_group_is_checked_against_each_member(planned: list[Job], compose: Compose) -> None:
     assert cli.main(["-m", "model=resnet,vit", "data.image_size=64"]) == 0
     assert [load_config(config_of(job, compose)).data["image_size"] for job in planned] == [64, 64]
