@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ckptplan.planners.tables import Bools, FlatTables, PlannerResult
-from ckptplan.profiles import ChainProfile, CostKind, MemoryModel
+from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, as_chain, require_memory
+from ckptplan.simulate import simulate_plan
 
 
 def greedy(profile: ChainProfile, budget_bytes: int, *, cost: CostKind, memory_model: MemoryModel) -> PlannerResult:
@@ -79,3 +82,15 @@ def least_peak_choice(tables: FlatTables) -> tuple[int, Bools]:
         state = next(t.next_state for t in stage[state] if t.option == options[index])
     first = tables.first_stage
     return trail[0][0][0], options[first : first + tables.num_blocks].astype(bool)
+
+
+def smallest_reachable(
+    profile: ChainProfile | Sequence[BlockProfile], memory_model: MemoryModel = "peak"
+) -> tuple[int, str]:
+    """The least peak in bytes of any flat plan, and the stage and phase that set it (``"layers.2 backward"``)."""
+    chain = as_chain(profile)
+    require_memory(chain, memory_model)
+    tables = FlatTables(chain, memory_model)
+    _, choice = least_peak_choice(tables)
+    simulated = simulate_plan(chain, tables.nodes(choice), memory_model)
+    return simulated.peak_bytes, simulated.peak_at
