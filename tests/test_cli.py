@@ -328,6 +328,11 @@ def test_latest_is_a_text_file_where_links_cannot_be_made(tmp_path: Path, monkey
     assert {path.name for path in tmp_path.iterdir()} == {"latest"}
 
 
+def test_a_run_folder_given_by_hand_is_all_that_is_written(start_folder: Path, runs: list[Call]) -> None:
+    assert cli.main(["hydra.run.dir=mine"]) == 0
+    assert {path.name for path in start_folder.iterdir()} == {"mine"}
+
+
 def test_a_model_of_the_users_own_is_found_where_they_start(start_folder: Path, runs: list[Call]) -> None:
     (start_folder / "my_net_of_this_test.py").write_text("class Net:\n    def __init__(self, size: int): ...\n")
     arguments = ["~model", "+model._target_=my_net_of_this_test.Net"]
