@@ -46,12 +46,17 @@ def train_main() -> NoReturn:
 
 def sweep_main() -> NoReturn:
     """``python sweep.py``: the sweep of conf/sweep/default.yaml unless another ``sweep=`` is named."""
-    arguments = sys.argv[1:]
-    if not any(argument.startswith("sweep=") for argument in arguments):
-        arguments = ["sweep=default", *arguments]
-        if len(arguments) == 1:
-            print("four planners at five budgets on the small GPT: under 10 minutes on two CPU cores", file=sys.stderr)
-    sys.exit(main(arguments))
+    if len(sys.argv) == 1:
+        print("four planners at five budgets on the small GPT: under 10 minutes on two CPU cores", file=sys.stderr)
+    sys.exit(main(sweep_arguments(sys.argv[1:])))
+
+
+def sweep_arguments(arguments: Sequence[str]) -> list[str]:
+    """Those of ``python train.py`` for the same sweep: with ``-m``, so that lists of values can be typed."""
+    named = any(argument.startswith("sweep=") for argument in arguments)
+    options, _ = _hydra_parser().parse_known_args(list(arguments))
+    flags = [] if _only_asks(options) or options.multirun else ["-m"]
+    return [*flags, *([] if named else ["sweep=default"]), *arguments]
 
 
 def main(arguments: Sequence[str]) -> int:

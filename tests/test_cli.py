@@ -90,6 +90,13 @@ TYPOS: list[tuple[list[str], list[str]]] = [
     (["+experiment=readme"], ["has a value already", "type: experiment=readme"]),
     (["planner=text", "planner.text='K0 X1'"], ["planner.text=K0 X1", "found 'X1'", "expected K<block>"]),
     (["planner=file", "planner.path=nowhere.json"], ["planner.path=nowhere.json", "no such file"]),
+    (["experiment=null"], ["experiment=null", "Config group override"]),
+    (["--cfg", "job", "experiment=null"], ["experiment=null", "Config group override"]),
+    (
+        ["steps=3", "scheduler.warmup_steps=5"],
+        ["scheduler.warmup_steps=5", "more than steps=3", "type: scheduler.warmup_steps=0"],
+    ),
+    (["scheduler.final_factor=2"], ["scheduler.final_factor=2.0", "0 to 1"]),
     (["-m", "planner=dp,dpp"], ["planner=dpp", "did you mean: dp"]),
     (["-m", "seed=1,2", "stpes=5"], ["stpes=5", "did you mean: steps"]),
     (["-m", "seed=1,x"], ["seed=1,x", "a whole number"]),
@@ -346,6 +353,36 @@ def test_the_scripts_at_the_root_are_these_entry_points() -> None:
 
     assert train.train_main is cli.train_main
     assert sweep.sweep_main is cli.sweep_main
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["steps=5", "-m", "seed=1,2"], ["-m", "steps=5", "seed=1,2"]),
+        (["a=1", "--config-dir", "mine", "b=2", "-m"], ["--config-dir", "mine", "-m", "a=1", "b=2"]),
+        (["-m", "seed=1,2"], ["-m", "seed=1,2"]),
+        (["seed=1,2", "-m"], ["seed=1,2", "-m"]),
+        (["--steps=5", "seed=1"], ["--steps=5", "seed=1"]),
+    ],
+    ids=" ".join,
+)
+def test_flags_may_stand_between_overrides(typed: list[str], meant: list[str]) -> None:
+    assert cli.overrides_together(typed) == meant
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ([], ["-m", "sweep=default"]),
+        (["planner=dp,greedy"], ["-m", "sweep=default", "planner=dp,greedy"]),
+        (["sweep=mine", "-m"], ["sweep=mine", "-m"]),
+        (["--cfg", "job"], ["sweep=default", "--cfg", "job"]),
+        (["--help"], ["sweep=default", "--help"]),
+    ],
+    ids=" ".join,
+)
+def test_a_sweep_takes_lists_of_values(typed: list[str], meant: list[str]) -> None:
+    assert cli.sweep_arguments(typed) == meant
 
 
 def test_hydras_environment_is_put_back(start_folder: Path, runs: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
