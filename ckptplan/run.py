@@ -323,12 +323,12 @@ class _Run:
     def train(
         self, model: nn.Module, plan: CheckpointPlan, data: Any, optimizer: torch.optim.Optimizer, runtime: Runtime
     ) -> TrainSummary:
-        config = self.config
+        config, warmup = self.config, self.config.scheduler.warmup_steps
         schedule = learning_rate_schedule(
             config.scheduler.kind,  # type: ignore[arg-type]
             optimizer.param_groups[0]["lr"],
             config.steps,
-            warmup_steps=config.scheduler.warmup_steps,
+            warmup_steps=config.steps // 10 if warmup is None else warmup,
             final_factor=config.scheduler.final_factor,
         )
         settings = TrainSettings(
