@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from ckptplan import cli, sweeps
 from ckptplan.config import load_config, shell_override
@@ -342,8 +342,8 @@ def test_sweep_py_is_four_planners_at_five_budgets(
 
 @pytest.mark.slow
 def test_three_seeds_on_the_command_line_are_three_runs(tmp_path: Path) -> None:
-    """Case C19, for real: each job in its own folder, equal seeds with equal losses."""
-    arguments = ["-m", "seed=1,1,2", "debug=fast", "steps=5", "model.layers=2", "model.width=32"]
+    """Case C19, for real: a folder, a W&B run and a config for each job; equal seeds with equal losses."""
+    arguments = ["-m", "seed=1,1,2", "debug=fast", "logger.kind=wandb", "steps=5", "model.layers=2", "model.width=32"]
     command = [sys.executable, str(REPOSITORY / "train.py"), *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -356,3 +356,6 @@ def test_three_seeds_on_the_command_line_are_three_runs(tmp_path: Path) -> None:
     assert [len(steps) for steps in losses] == [5, 5, 5]
     assert losses[0] == losses[1] != losses[2]
     assert [load_result(folder)["seed"] for folder in folders] == [1, 1, 2]
+    assert [OmegaConf.load(folder / "config.yaml").seed for folder in folders] == [1, 1, 2]
+    wandb_runs = [path.name for folder in folders for path in (folder / "wandb").glob("offline-run-*")]
+    assert len({name.rpartition("-")[2] for name in wandb_runs}) == len(wandb_runs) == 3
