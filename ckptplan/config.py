@@ -438,6 +438,11 @@ def load_config(config: DictConfig | Mapping[str, Any]) -> RunConfig:
     return loaded
 
 
+def config_yaml(resolved: Mapping[str, Any]) -> str:
+    """The resolved config as YAML that reads back to the same values, text with ``${`` in it included."""
+    return OmegaConf.to_yaml(OmegaConf.create(_literal(dict(resolved))))
+
+
 def config_hash(resolved: Mapping[str, Any]) -> str:
     """64 hex digits over what a run computes: the resolved config without ``UNHASHED_KEYS``."""
     hashed = {key: value for key, value in resolved.items() if key not in UNHASHED_KEYS}

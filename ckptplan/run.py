@@ -23,7 +23,7 @@ from ckptplan.apply import checkpointed
 from ckptplan.benchmark import percentile
 from ckptplan.blocks import BlockSelection, select_blocks
 from ckptplan.budget import StaticBytes, plan_for_budget, static_bytes
-from ckptplan.config import RunConfig, config_hash
+from ckptplan.config import RunConfig, config_hash, config_yaml
 from ckptplan.data import Batch
 from ckptplan.data.spec import explain_mismatch
 from ckptplan.discovery import find_blocks
@@ -92,7 +92,7 @@ def run_job(config: RunConfig, *, resolved: dict[str, Any], folder: Path, overri
         entity=logger.entity,
         tags=logger.tags,
     )
-    write_atomic(folder / "config.yaml", _yaml(resolved))
+    write_atomic(folder / "config.yaml", config_yaml(resolved))
     start_s = time.perf_counter()
     with RunRecorder(folder) as recorder, StopFlag() as stop:
         run = _Run(config, folder, result, recorder, tracker, stop)
@@ -105,12 +105,6 @@ def run_job(config: RunConfig, *, resolved: dict[str, Any], folder: Path, overri
             result.timing.total_s = time.perf_counter() - start_s
             run.finish()
     return exit_code(result.status, stop.signal_number)
-
-
-def _yaml(resolved: dict[str, Any]) -> str:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create({k: v for k, v in resolved.items() if k != "hydra"}))
 
 
 @contextlib.contextmanager

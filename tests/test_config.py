@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from ckptplan import config as config_module
 from ckptplan.cli import config_folder
@@ -20,6 +20,7 @@ from ckptplan.config import (
     DType,
     RunConfig,
     config_hash,
+    config_yaml,
     expected_words,
     job_folder_name,
     load_config,
@@ -211,6 +212,12 @@ def test_the_resolved_config_is_plain_data_and_loads_to_the_same_run(compose: Co
     assert resolved["runtime"]["dtype"] == "bf16_mixed"
     assert resolved["model"]["sequence_length"] == resolved["data"]["sequence_length"]
     assert load_config(resolved) == load_config(composed)
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_the_saved_config_reads_back_to_the_same_run(compose: Compose, text: str) -> None:
+    resolved = {**resolve(compose()), "name": text}
+    assert load_config(OmegaConf.create(config_yaml(resolved))).name == text
 
 
 def test_the_hash_sees_what_is_computed_and_nothing_else(compose: Compose) -> None:
