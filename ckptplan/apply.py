@@ -7,6 +7,7 @@ reversibly. Both run the tree of the plan: a kept block is called; a recomputed 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -130,9 +131,9 @@ class checkpointed:
             if isinstance(node, Keep):
                 continue
             segment = _Segment([self.blocks[member].block_id for member in members])
-            self.blocks[members[0]].module.forward = self._first_forward(node, segment)
+            self._exchange(members[0], self._first_forward(node, segment))
             for member in members[1:]:
-                self.blocks[member].module.forward = segment.later_forward(self.blocks[member].block_id)
+                self._exchange(member, segment.later_forward(self.blocks[member].block_id))
         return self
 
     permanent = __enter__
@@ -144,6 +145,10 @@ class checkpointed:
         """Give every block its own ``forward`` back."""
         for block in self.blocks:
             vars(block.module).pop("forward", None)
+
+    def _exchange(self, index: int, forward: Callable[..., Any]) -> None:
+        # code that asks for a block's signature gets the original's
+        self.blocks[index].module.forward = functools.update_wrapper(forward, self._originals[index])
 
     def _first_forward(self, node: PlanNode, segment: _Segment) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:

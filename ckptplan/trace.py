@@ -5,6 +5,7 @@ Works on a twin (see ``twin.py``): block forwards are exchanged for stand-ins wh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -65,10 +66,10 @@ class StopAtFirstBlock(Exception):
 
 @contextmanager
 def exchanged_forwards(modules: Sequence[nn.Module], stands: Sequence[Callable[..., Any]]) -> Iterator[None]:
-    """Each module's ``forward`` is its stand-in while the context lasts."""
+    """Each module's ``forward`` is its stand-in while the context lasts; signatures stay those of the originals."""
     try:
         for module, stand in zip(modules, stands, strict=True):
-            module.forward = stand
+            module.forward = functools.update_wrapper(stand, module.forward)
         yield
     finally:
         for module in modules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import namedtuple
 from functools import cache
@@ -327,6 +328,12 @@ class TestPatching:
             assert list(net.state_dict()) == keys
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         assert all("forward" not in vars(module) for module in net.modules())
+
+    def test_a_patched_block_shows_the_signature_of_its_own_forward(self) -> None:
+        net = Net()
+        expected = inspect.signature(net.layers[1].forward)
+        with checkpointed(net, CheckpointPlan.from_text("R(0 1) R(2)", IDS)):
+            assert [inspect.signature(layer.forward) for layer in net.layers] == [expected] * 3
 
     def test_permanent_lasts_until_removed(self) -> None:
         net = Net()
