@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         UnsupportedBoundaryError,
         UnsupportedPlanVersionError,
     )
-    from ckptplan.measure import profile_blocks
+    from ckptplan.measure import profile_blocks, profile_model
     from ckptplan.plan import CheckpointDecision, CheckpointPlan, Keep, Recompute
     from ckptplan.planners import plan_checkpoints
     from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
@@ -38,6 +38,7 @@ _MODULE_OF_NAME = {
     "CheckpointableBlock": "blocks",
     "declare_blocks": "blocks",
     "profile_blocks": "measure",
+    "profile_model": "measure",
     "StageCost": "profiles",
     "BlockProfile": "profiles",
     "RegionProfile": "profiles",
@@ -73,6 +74,7 @@ __all__ = [  # noqa: RUF022 - data-path order
     "CheckpointableBlock",
     "declare_blocks",
     "profile_blocks",
+    "profile_model",
     "StageCost",
     "BlockProfile",
     "RegionProfile",

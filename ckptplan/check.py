@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, blocks_of, recomputed_blocks, tree_faults
-from ckptplan.profiles import BlockProfile, ChainProfile, StageCost, as_chain
+from ckptplan.profiles import BlockProfile, ChainProfile, StageCost, as_chain, recompute_costs, require_memory
 from ckptplan.units import format_bytes
 
 
@@ -23,9 +24,13 @@ def check_plan(
     """Raises ``PlanIncompatibleError`` with every fault at once, or returns None.
 
     Checked: the tree, block ids, eligibility, each predicted number, and the peak against ``budget_bytes``
-    (None: against ``plan.budget_bytes`` where the plan calls itself feasible).
+    (None: against ``plan.budget_bytes`` where the plan calls itself feasible). Raises ``TimingOnlyProfileError`` or
+    ``ValueError`` for a profile that does not hold the figures to judge by.
     """
     chain = as_chain(profiles)
+    require_memory(chain, plan.memory_model)
+    if plan.predicted_cost is not None:
+        recompute_costs(chain, plan.cost_kind)
     faults = tree_faults(plan.nodes, len(chain))
     faults += _id_faults(chain, plan)
     if faults:
@@ -86,10 +91,13 @@ def _number_faults(chain: ChainProfile, plan: CheckpointPlan) -> list[str]:
 
 
 def _replays(chain: ChainProfile, node: PlanNode, cost_kind: str) -> float:
+    """What the replays under ``node`` cost; its own ends before a nested last child, or in that block's early stop."""
     if isinstance(node, Keep):
         return 0
-    members = blocks_of((node,))
-    total = sum(_full_cost(chain, i, cost_kind) for i in members[:-1]) + _last_cost(chain, members[-1], cost_kind)
+    *leading, last = node.children
+    total = sum(_full_cost(chain, i, cost_kind) for i in blocks_of(leading))
+    if isinstance(last, Keep):
+        total += _last_cost(chain, last.block, cost_kind)
     return total + sum(_replays(chain, child, cost_kind) for child in node.children)
 
 
@@ -151,8 +159,13 @@ def _as_stage(chain: ChainProfile, node: PlanNode) -> _Stage:
         for b in members
     ]
     first_forward, _ = _phase_peaks(bare, num_inputs)
-    replay_forward, backward = _phase_peaks([_as_stage(chain, child) for child in node.children], num_inputs)
     incoming = members[-1].output_gradient_bytes or 0
+    children = [_as_stage(chain, child) for child in node.children]
+    cut = 0  # of the replay's last child: nothing of a nested node runs, of a block what it needs when replayed alone
+    if isinstance(node.children[-1], Keep):
+        cut = min(children[-1].cost.forward_peak_bytes, max(_costs(members[-1]).backward_peak_bytes - incoming, 0))
+    children[-1] = children[-1]._replace(cost=replace(children[-1].cost, forward_peak_bytes=cut))
+    replay_forward, backward = _phase_peaks(children, num_inputs)
     sources: list[tuple[int, int | None]] = [(0, i) for i in range(num_inputs)]
     for block in members:
         outputs = zip(block.output_bytes, block.output_is_input, strict=True)

@@ -39,18 +39,33 @@ def observe(module: nn.Module, call: BlockCall, run: Callable[..., Any], device:
     """
     _outputs(call, run)  # lazily made caches and attributes come into being here
     buffers = {name: b.detach().clone() for name, b in module.named_buffers(remove_duplicate=False)}
-    attributes = attribute_state(module)
+    versions = _versions(module)
     streams, library = torch_state(device), library_state()
     first, touched = _outputs(call, run)
-    mutated = tuple(n for n, b in module.named_buffers(remove_duplicate=False) if not same(b, buffers.get(n)))
+    is_library_drawn = library != library_state()
+    mutated = tuple(
+        name
+        for name, b in module.named_buffers(remove_duplicate=False)
+        if not same(b, buffers.get(name)) or versions.get(name) != (id(b), b._version)
+    )
     draws = not all(same(a, b) for a, b in zip(streams, torch_state(device), strict=True))
-    reason = _reason(touched, library, attributes, attribute_state(module))
-    if reason is None:
-        _restore_buffers(module, buffers)
-        set_torch_state(streams, device)
-        second, _ = _outputs(call, run)
-        if not all(same(a, b) for a, b in zip(first, second, strict=False)) or len(first) != len(second):
-            reason = "two runs from the same state give different outputs, so a recomputation would not be exact"
+    attributes = attribute_state(module)
+    _restore_buffers(module, buffers)
+    set_torch_state(streams, device)
+    second, _ = _outputs(call, run)
+    again = attribute_state(module)
+    changed = sorted(name for name in {*attributes, *again} if attributes.get(name) != again.get(name))
+    reason = None
+    if touched:
+        reason = "its forward changes its own input in place, so the input kept for a recomputation would be wrong"
+    elif is_library_drawn:
+        reason = (
+            "its forward draws from Python's or NumPy's global random stream, which a recomputation does not restore"
+        )
+    elif changed:  # an attribute that is set to the same value again is none of these
+        reason = f"its forward changes the Python attribute {changed[0]!r}, which a recomputation would change again"
+    elif len(first) != len(second) or not all(same(a, b) for a, b in zip(first, second, strict=True)):
+        reason = "two runs from the same state give different outputs, so a recomputation would not be exact"
     return Observation(draws, mutated, reason)
 
 
@@ -58,8 +73,10 @@ def _outputs(call: BlockCall, run: Callable[..., Any]) -> tuple[list[torch.Tenso
     copies, args, kwargs = call.fresh()
     outside = [t for t in tensors_in((args, kwargs)) if not any(t is c for c in copies)]
     before = [t.detach().clone() for t in outside]
+    versions = [t._version for t in copies]
     output = [t.detach().clone() for t in tensors_in(run(*args, **kwargs))]
-    touched = not all(same(c.detach(), o.detach()) for c, o in zip(copies, call.boundary, strict=True))
+    touched = [t._version for t in copies] != versions
+    touched |= not all(same(c.detach(), o.detach()) for c, o in zip(copies, call.boundary, strict=True))
     for now, then in zip(outside, before, strict=True):
         if not same(now.detach(), then):
             touched = True
@@ -68,22 +85,19 @@ def _outputs(call: BlockCall, run: Callable[..., Any]) -> tuple[list[torch.Tenso
     return output, touched
 
 
-def _reason(touched: bool, library: Any, before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    if touched:
-        return "its forward changes its own input in place, so the input kept for a recomputation would be wrong"
-    if library != library_state():
-        return "its forward draws from Python's or NumPy's global random stream, which a recomputation does not restore"
-    changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
-    if changed:
-        return f"its forward changes the Python attribute {changed[0]!r}, which a recomputation would change again"
-    return None
-
-
 def same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     """Bitwise equal values, NaN equal to NaN."""
     if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
         return left is right
     return bool(torch.equal(left, right)) or bool(torch.allclose(left, right, rtol=0, atol=0, equal_nan=True))
+
+
+def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Which tensor each buffer is and how often it was written to: a write may leave the value as it was.
+
+    That is so for a power iteration that has converged, until the weights change.
+    """
+    return {name: (id(b), b._version) for name, b in module.named_buffers(remove_duplicate=False)}
 
 
 def _restore_buffers(module: nn.Module, buffers: dict[str, torch.Tensor]) -> None:

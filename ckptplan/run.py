@@ -20,10 +20,10 @@ from rich.console import Console
 from torch import nn
 
 from ckptplan.apply import checkpointed
-from ckptplan.benchmark import GradientCheck, StepProof, is_out_of_memory, percentile, prove_model
+from ckptplan.benchmark import percentile
 from ckptplan.blocks import BlockSelection, select_blocks
 from ckptplan.budget import StaticBytes, plan_for_budget, static_bytes
-from ckptplan.config import RunConfig, config_hash
+from ckptplan.config import RunConfig, config_hash, config_yaml
 from ckptplan.data import Batch
 from ckptplan.data.spec import explain_mismatch
 from ckptplan.discovery import find_blocks
@@ -34,10 +34,11 @@ from ckptplan.errors import (
     RunInterruptedError,
     UnsupportedBoundaryError,
 )
-from ckptplan.measure import LossFn, Trials, profile_model
+from ckptplan.measure import profile_model
 from ckptplan.optim import learning_rate_schedule
 from ckptplan.plan import CheckpointPlan
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
+from ckptplan.proof import GradientCheck, StepProof, is_out_of_memory, prove_model
 from ckptplan.record import (
     BudgetRecord,
     ErrorRecord,
@@ -55,6 +56,7 @@ from ckptplan.report.tables import plan_table, result_table
 from ckptplan.runtime import Runtime, choose_runtime
 from ckptplan.simulate import PlanCost, simulate_plan
 from ckptplan.stopping import StopFlag
+from ckptplan.subject import LossFn, Trials
 from ckptplan.targets import instantiate
 from ckptplan.tracking import Tracker, open_tracker
 from ckptplan.training import TrainSettings, TrainSummary, loss_of, to_device, train
@@ -81,8 +83,16 @@ def run_job(config: RunConfig, *, resolved: dict[str, Any], folder: Path, overri
         name=config.name, config_hash=config_hash(resolved), planner=config.planner.name, seed=config.seed
     )
     result.environment = {**environment(), "overrides": " ".join(overrides)}
-    tracker = open_tracker(config.logger.kind, folder, project=config.logger.project, mode=config.logger.mode)  # type: ignore[arg-type]
-    write_atomic(folder / "config.yaml", _yaml(resolved))
+    logger = config.logger
+    tracker = open_tracker(
+        logger.kind,  # type: ignore[arg-type]  # checked by load_config
+        folder,
+        project=logger.project,
+        mode=logger.mode,  # type: ignore[arg-type]
+        entity=logger.entity,
+        tags=logger.tags,
+    )
+    write_atomic(folder / "config.yaml", config_yaml(resolved))
     start_s = time.perf_counter()
     with RunRecorder(folder) as recorder, StopFlag() as stop:
         run = _Run(config, folder, result, recorder, tracker, stop)
@@ -95,12 +105,6 @@ def run_job(config: RunConfig, *, resolved: dict[str, Any], folder: Path, overri
             result.timing.total_s = time.perf_counter() - start_s
             run.finish()
     return exit_code(result.status, stop.signal_number)
-
-
-def _yaml(resolved: dict[str, Any]) -> str:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create({k: v for k, v in resolved.items() if k != "hydra"}))
 
 
 @contextlib.contextmanager
@@ -313,12 +317,12 @@ class _Run:
     def train(
         self, model: nn.Module, plan: CheckpointPlan, data: Any, optimizer: torch.optim.Optimizer, runtime: Runtime
     ) -> TrainSummary:
-        config = self.config
+        config, warmup = self.config, self.config.scheduler.warmup_steps
         schedule = learning_rate_schedule(
             config.scheduler.kind,  # type: ignore[arg-type]
             optimizer.param_groups[0]["lr"],
             config.steps,
-            warmup_steps=config.scheduler.warmup_steps,
+            warmup_steps=config.steps // 10 if warmup is None else warmup,
             final_factor=config.scheduler.final_factor,
         )
         settings = TrainSettings(

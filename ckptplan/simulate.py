@@ -9,9 +9,10 @@ consumer has run) or a stage that saved it. Whatever the plan, the ledger ends a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, blocks_of
+from ckptplan.errors import PlanIncompatibleError
+from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, blocks_of, recomputed_blocks, tree_faults
 from ckptplan.profiles import (
     BlockProfile,
     ChainProfile,
@@ -67,13 +68,15 @@ def simulate_plan(
     """The exact peak of ``plan`` (or of bare nodes) under the profile's figures.
 
     With ``memory_model="additive"`` the peak is the sum of ``activation_bytes_estimate`` over kept blocks.
-    Raises ``TimingOnlyProfileError`` or ``ValueError`` (figures missing, a block recomputed that cannot be).
+    Raises ``PlanIncompatibleError`` (not a plan over these blocks, a block recomputed that cannot be),
+    ``TimingOnlyProfileError`` or ``ValueError`` (figures missing).
     """
     chain = as_chain(profiles)
     nodes = plan.nodes if isinstance(plan, CheckpointPlan) else tuple(plan)
     require_memory(chain, memory_model)
-    if blocks_of(nodes) != tuple(range(len(chain))):
-        raise ValueError(f"the plan covers {len(blocks_of(nodes))} blocks, the profile has {len(chain)}")
+    faults = tree_faults(nodes, len(chain)) or _recompute_faults(chain, nodes)
+    if faults:
+        raise PlanIncompatibleError(faults)
     time_ms, flops = recompute_time_ms(chain, nodes), recompute_flops(chain, nodes)
     if memory_model == "additive":
         return _additive_cost(chain, nodes, time_ms, flops)
@@ -87,6 +90,15 @@ def simulate_plan(
     for node, bytes_held in zip(nodes, retained[first:], strict=False):
         per_block[blocks_of((node,))[0]] = bytes_held
     return PlanCost(peak, f"{stage} {phase}", timeline, time_ms, flops, tuple(per_block), end_level)
+
+
+def _recompute_faults(chain: ChainProfile, nodes: Sequence[PlanNode]) -> list[str]:
+    blocks = [chain[i] for i in sorted(recomputed_blocks(nodes))]
+    return [
+        f"block {block.block_id!r} cannot be recomputed: {block.exclusion_reason}"
+        for block in blocks
+        if not block.eligible_for_checkpoint
+    ]
 
 
 def no_checkpoint_peak(profile: ChainProfile | Sequence[BlockProfile], memory_model: MemoryModel = "peak") -> int:
@@ -113,7 +125,7 @@ def recompute_flops(profile: ChainProfile, nodes: Sequence[PlanNode]) -> int | N
 
 
 def plan_recompute_cost(profile: ChainProfile, nodes: Sequence[PlanNode], cost: CostKind) -> float:
-    """Each replay runs every block in it, the last one only as far as backward needs; nested blocks replay again.
+    """Each replay runs the blocks in it, the last one only as far as backward needs; nested nodes replay again.
 
     Raises ``ValueError`` naming a block that is recomputed though it cannot be, or whose figure is missing.
     """
@@ -126,11 +138,18 @@ def plan_recompute_cost(profile: ChainProfile, nodes: Sequence[PlanNode], cost: 
 
 
 def _replay_cost(profile: ChainProfile, node: Recompute, last_cost: Sequence[float | None], cost: CostKind) -> float:
-    *leading, last = blocks_of((node,))
-    total = _known(profile, last, last_cost[last], cost)
-    for block in leading:
+    """One replay of the node, and those of the nodes inside it.
+
+    The replay ends as soon as all that its last child saves is there: for a block that is its early stop, for
+    another Recompute its input, so that child's blocks run in its own replay only.
+    """
+    *leading, last = node.children
+    total: float = 0
+    for block in blocks_of(leading):
         full = profile[block].forward_flops if cost == "flops" else profile[block].forward_time_ms
         total += _known(profile, block, last_cost[block] if full is None else full, cost)
+    if isinstance(last, Keep):
+        total += _known(profile, last.block, last_cost[last.block], cost)
     return total + sum(_replay_cost(profile, c, last_cost, cost) for c in node.children if isinstance(c, Recompute))
 
 
@@ -230,8 +249,21 @@ def _segment_backward_peak(chain: ChainProfile, node: Recompute) -> int:
     if last.output_gradient_bytes is None:
         raise ValueError(f"block {last.block_id!r} ends a recomputed segment; its output_gradient_bytes is missing")
     children = [_stage_of_node(chain, child) for child in node.children]
+    children[-1] = _stopped_early(chain, node.children[-1], children[-1], last.output_gradient_bytes)
     timeline, _, _ = _walk(children, tuple(0 for _ in _recompute_inputs(chain, node)))
     return max(level + (last.output_gradient_bytes if phase == "forward" else 0) for _, phase, level in timeline)
+
+
+def _stopped_early(chain: ChainProfile, child: PlanNode, stage: _Stage, gradient_bytes: int) -> _Stage:
+    """The last child of a replay: a nested node does not run at all, a block not beyond what its backward needs.
+
+    What a block needs until there is inside the backward peak of recomputing it alone, with its gradient.
+    """
+    peak = 0
+    if isinstance(child, Keep):
+        alone = _recompute_cost(chain[child.block]).backward_peak_bytes
+        peak = min(stage.cost.forward_peak_bytes, max(0, alone - gradient_bytes))
+    return replace(stage, cost=replace(stage.cost, forward_peak_bytes=peak))
 
 
 # The ledger ----------------------------------------------------------------------------------------------------------

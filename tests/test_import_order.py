@@ -15,10 +15,12 @@ PACKAGE = Path(ckptplan.__file__).parent
 
 # Every file, from the ground up; "planners" is planners/__init__.py.
 ORDER = """
-errors units config targets record graph
-randomness runtime optim trees blocks memory recompute replay twin profiles stages operators options trace observe measure
-plan simulate check planners.tables planners.heuristic planners.fixed planners.flat planners
-validate apply benchmark budget
+errors units config record graph options
+randomness runtime optim trees blocks memory recompute replay twin subject profiles selective stages operators
+trace discovery observe kinds regions measure
+plan targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
+planners.budgets planners.reasons planners
+validate apply proof benchmark budget
 data.spec data.checks data.order data data.dataset data.digits data.images data.text data.tokens
 models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models
 tracking stopping training sweeps
@@ -28,8 +30,8 @@ run cli __main__
 
 # What plans, checks and reports without a model at hand.
 TORCH_FREE = """
-errors units config targets record graph options profiles plan simulate check planners planners.tables planners.heuristic
-planners.fixed planners.flat data.spec sweeps report report.tables cli
+errors units config targets record graph options profiles selective plan simulate check planners planners.tables planners.heuristic
+planners.fixed planners.flat planners.budgets planners.reasons data.spec sweeps report report.tables cli
 """.split()
 
 

@@ -34,7 +34,7 @@ from ckptplan.profiles import ChainProfile, CostKind, MemoryModel
 # chains (few kinds of blocks); the last bounds a hopeless search at some seconds for 1,000 blocks.
 LABEL_CAPS = (256, 2048, 8192)
 _PROVED = 1e-9
-_ENOUGH_TO_EXCHANGE = 32
+_ENOUGH_TO_EXCHANGE, _MOST_TO_EXCHANGE = 32, 1000  # blocks; all pairs of them are looked at
 
 
 def dynamic_programming(
@@ -101,7 +101,7 @@ _Stages = list[list[list[tuple[Transition, int]]]]
 def scaled_values(tables: FlatTables) -> Ints:
     """Per block cost x (blocks + 1) + 1 in integers: sums compare exactly, and equal costs by number of blocks."""
     count = tables.num_blocks + 1
-    works = [Fraction(work or 0) for work in tables.work]
+    works = [Fraction(str(work or 0)) for work in tables.work]  # as decimals: 0.1 + 0.2 equals 0.3
     limit = Fraction(2**59, count)
     unit = Fraction(1)
     while sum(works) / unit > limit:
@@ -346,6 +346,8 @@ def _movable(problem: _Problem, choice: Bools) -> tuple[Ints, Ints, int]:
     movable = np.flatnonzero(tables.eligible & early)
     if len(movable) < _ENOUGH_TO_EXCHANGE:
         movable = np.flatnonzero(tables.eligible)
+    if len(movable) > _MOST_TO_EXCHANGE:
+        movable = movable[np.arange(_MOST_TO_EXCHANGE) * len(movable) // _MOST_TO_EXCHANGE]
     return movable, change[movable], int(free[stage])
 
 

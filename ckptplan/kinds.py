@@ -1,0 +1,190 @@
+"""Distinct kinds of blocks: what makes two blocks alike, and the bytes, FLOPs and times of one of a kind."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptplan.blocks import describe_module
+from ckptplan.memory import make_meter
+from ckptplan.observe import Observation, observe
+from ckptplan.profiles import StageCost
+from ckptplan.recompute import Guards, buffer_slots, run_recomputed
+from ckptplan.stages import (
+    GradientLayout,
+    Mark,
+    StageForward,
+    StageRun,
+    gradients_handed_back,
+    stage_bytes,
+    stage_flops,
+    time_stage,
+)
+from ckptplan.trace import BlockCall, autocast_as, value_signature
+from ckptplan.trees import distinct_storages, storage_key, tensors_in
+
+
+@dataclass
+class Kind:
+    """One distinct kind of block: an example of it and everything measured on it."""
+
+    module: nn.Module
+    call: BlockCall
+    observation: Observation
+    output_bytes: tuple[int, ...]
+    output_is_input: tuple[int | None, ...]
+    output_gradient_bytes: int
+    differentiable: bool
+    arriving: GradientLayout | None = None  # how the next stage hands back the gradients of the output
+    handed_back: GradientLayout = field(default_factory=dict)
+    keep: StageCost | None = None
+    recompute: StageCost | None = None
+    forward_flops: int | None = None
+    backward_flops: int | None = None
+    recompute_flops: int | None = None
+
+    @property
+    def exclusion_reason(self) -> str | None:
+        if not self.differentiable:
+            return "no gradient flows through its output, so it saves nothing"
+        return self.observation.exclusion_reason
+
+    @property
+    def guards(self) -> Guards:
+        names = self.observation.mutated_buffers
+        return Guards(self.observation.draws_random, buffer_slots(self.module, names) if names else ())
+
+
+def kind_key(module: nn.Module, call: BlockCall, arriving: GradientLayout | None) -> str:
+    """Equal for blocks that do the same with the same memory; gradients that fill storages of their own are usual."""
+    count = len({id(t) for t in tensors_in(call.output) if t.requires_grad})
+    is_usual = arriving is None or (len(arriving) == count and not any(arriving.values()))
+    gradients = "" if is_usual else repr(sorted((arriving or {}).items()))
+    text = f"{describe_module(module, exact=True)}|{call.signature}|{call.autocast}|{gradients}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def time_key(module: nn.Module, call: BlockCall) -> str:
+    """Equal for blocks that compute the same on the same shapes, whether or not their input wants a gradient.
+
+    They share one measured time, so that noise cannot prefer the first block of a chain to the others.
+    """
+    text = f"{describe_module(module, exact=True)}|{value_signature((call.args, call.kwargs))}|{call.autocast}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def examine(module: nn.Module, call: BlockCall, device: torch.device, arriving: GradientLayout | None) -> Kind:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with autocast_as(device, call.autocast):
+            return module(*args, **kwargs)
+
+    observation = observe(module, call, run, device)
+    copies, args, kwargs = call.fresh()
+    outputs = tensors_in(run(*args, **kwargs))
+    inputs = [storage_key(t) for t in distinct_storages(copies)]
+    storages = distinct_storages(outputs)
+    outside = {storage_key(t) for t in (*tensors_in((args, kwargs)), *module.parameters(), *module.buffers())}
+    is_input = tuple(inputs.index(storage_key(t)) if storage_key(t) in inputs else None for t in storages)
+    own = [i is None and storage_key(t) not in outside for i, t in zip(is_input, storages, strict=True)]
+    kind = Kind(
+        module=module,
+        call=call,
+        observation=observation,
+        output_bytes=tuple(t.untyped_storage().nbytes() if o else 0 for t, o in zip(storages, own, strict=True)),
+        output_is_input=is_input,
+        output_gradient_bytes=_gradient_bytes(outputs, arriving),
+        differentiable=any(t.requires_grad for t in outputs),
+        arriving=arriving,
+    )
+    kind.handed_back = gradients_handed_back(block_forward(kind, device, None))
+    return kind
+
+
+def _gradient_bytes(outputs: list[torch.Tensor], arriving: GradientLayout | None) -> int:
+    distinct = list({id(t): t for t in outputs}.values())
+    layout = arriving or dict.fromkeys(range(len(distinct)))
+    present = [(layout[i], t) for i, t in enumerate(distinct) if t.requires_grad and i in layout]
+    shared = {g.storage: g.storage_bytes for g, _ in present if g is not None}
+    return sum(shared.values()) + sum(t.numel() * t.element_size() for g, t in present if g is None)
+
+
+def block_forward(kind: Kind, device: torch.device, guards: Guards | None, call: Any = None) -> StageForward:
+    module = kind.module if call is None else call
+
+    def forward(mark: Mark) -> StageRun:
+        mark("start")
+        handed_back: GradientLayout = {}
+        copies, args, kwargs = kind.call.fresh(handed_back)
+        mark("ready")
+        with autocast_as(device, kind.call.autocast):
+            if guards is None:
+                output = module(*args, **kwargs)
+            else:
+                output = run_recomputed(module, guards, *args, **kwargs)
+        return StageRun(copies, output, arriving=kind.arriving, handed_back=handed_back)
+
+    return forward
+
+
+def settled_bytes(forward: StageForward, device: torch.device, memory: str) -> StageCost:
+    time_stage(forward, lambda: None)  # lazily made workspaces are there afterwards
+    return stage_bytes(forward, make_meter(device, memory))
+
+
+def measure_bytes_and_flops(kind: Kind, device: torch.device, memory: str) -> None:
+    kept = block_forward(kind, device, None)
+    kind.forward_flops, kind.backward_flops = stage_flops(kept)
+    if memory != "off":
+        kind.keep = settled_bytes(kept, device, memory)
+    if kind.exclusion_reason is None:
+        again = block_forward(kind, device, kind.guards)
+        kind.recompute_flops = stage_flops(again)[1] - kind.backward_flops
+        if memory != "off":
+            kind.recompute = settled_bytes(again, device, memory)
+
+
+def with_loss(cost: StageCost | None, held_bytes: int) -> StageCost | None:
+    return None if cost is None else replace(cost, backward_peak_bytes=cost.backward_peak_bytes + held_bytes)
+
+
+def time_again(kind: Kind, device: torch.device, synchronize: Callable[[], None]) -> float | None:
+    """Milliseconds of the recomputation inside one backward; it ends where PyTorch's early stop ends it."""
+    if kind.exclusion_reason is not None:
+        return None
+    stopwatch = _Stopwatch(kind.module, synchronize)
+    time_stage(block_forward(kind, device, kind.guards, stopwatch), synchronize)
+    return stopwatch.again_ms
+
+
+class _Stopwatch:
+    """Calls a module and times its second call."""
+
+    def __init__(self, module: nn.Module, synchronize: Callable[[], None]) -> None:
+        self.module, self.synchronize = module, synchronize
+        self.calls = 0
+        self.again_ms = 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls == 1:
+            return self.module(*args, **kwargs)
+        self.synchronize()
+        start_s = time.perf_counter()
+        try:
+            return self.module(*args, **kwargs)
+        finally:  # early stop leaves by an exception
+            self.synchronize()
+            self.again_ms += (time.perf_counter() - start_s) * 1e3
+
+
+def activation_bytes(kind: Kind) -> int | None:
+    if kind.keep is None:
+        return None
+    kept = zip(kind.output_bytes, kind.output_is_input, kind.keep.keeps_output, strict=True)
+    return kind.keep.saved_bytes + sum(size for size, is_input, keeps in kept if keeps and is_input is None)

@@ -1,0 +1,339 @@
+"""Proving a plan by real steps, with it and without it: peak, latency, gradients.
+
+Both kinds of step run on one twin of the model in one process, interleaved, so that they share
+weights, inputs, random state and the machine's moods; the caller's model is left as it was. A step is forward,
+loss and backward with the gradients allocated beforehand; the optimizer is no part of it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptplan.apply import checkpointed
+from ckptplan.memory import CudaAllocatorMeter, make_meter
+from ckptplan.plan import CheckpointPlan
+from ckptplan.randomness import random_state_restored, set_torch_state, torch_state
+from ckptplan.subject import LossFn, Trials, private_batch
+from ckptplan.trees import tensors_in
+from ckptplan.twin import make_twin
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """Gradients, buffers and random streams of a planned step against an unplanned one.
+
+    Attributes:
+        max_abs_diff: largest absolute difference of any gradient element; None where one is missing or not finite.
+        max_rel_diff: largest, over parameters, of the difference divided by the parameter's largest gradient.
+        faults: what differs, by parameter or buffer name.
+    """
+
+    reference: str
+    passed: bool
+    bitwise_equal: bool
+    max_abs_diff: float | None
+    max_rel_diff: float | None
+    faults: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepProof:
+    """What real steps showed. Peaks are above what stands before a step; None: not measured."""
+
+    peak_bytes: int | None
+    no_checkpoint_peak_bytes: int | None
+    step_ms: tuple[float, ...]
+    no_checkpoint_step_ms: tuple[float, ...]
+    gradients: GradientCheck | None
+    gradients_note: str | None = None  # why there is no check
+    device_peak_bytes: int | None = None
+    device_reserved_bytes: int | None = None
+    static_bytes: int = 0  # parameters, buffers, gradients and inputs of the twin
+    out_of_memory: str | None = None  # which step did not fit
+
+
+@dataclass
+class StepPair:
+    """A planned and an unplanned step over the same twin."""
+
+    planned: Callable[[], torch.Tensor]
+    plain: Callable[[], torch.Tensor]
+    twin: nn.Module
+    inputs: list[torch.Tensor]
+    device: torch.device
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.twin.named_parameters() if p.requires_grad}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return dict(self.twin.named_buffers())
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def prove_model(
+    model: nn.Module,
+    plan: CheckpointPlan,
+    batch: Any,
+    loss_fn: LossFn,
+    *,
+    device: torch.device,
+    trials: Trials,
+    check_gradients: bool = True,
+    time_steps: bool = True,
+    rtol: float = 1e-5,
+    atol: float = 0.0,
+    check_stop: Callable[[], None] = lambda: None,
+) -> StepProof:
+    """Measure steps of ``loss_fn(model, batch)`` with the model patched by ``plan`` and as it is."""
+    (twin,) = make_twin([model])
+    own_batch = private_batch(batch)
+
+    def planned() -> torch.Tensor:
+        with checkpointed(twin, plan):
+            return loss_fn(twin, own_batch)
+
+    pair = StepPair(planned, lambda: loss_fn(twin, own_batch), twin, tensors_in(own_batch), device)
+    return prove(
+        pair,
+        trials,
+        check_gradients=check_gradients,
+        time_steps=time_steps,
+        rtol=rtol,
+        atol=atol,
+        check_stop=check_stop,
+    )
+
+
+def prove(
+    pair: StepPair,
+    trials: Trials,
+    *,
+    check_gradients: bool,
+    time_steps: bool = True,
+    rtol: float,
+    atol: float,
+    check_stop: Callable[[], None] = lambda: None,
+) -> StepProof:
+    """Gradients, then peaks, then times; a step that does not fit the device leaves its figures None."""
+    check: GradientCheck | None = None
+    note: str | None = None if check_gradients else "not asked for"
+    with random_state_restored(pair.device), torch.enable_grad():
+        if check_gradients:
+            check, note = _check_gradients(pair, rtol, atol)
+        _allocate_gradients(pair)
+        peak, device_peak, reserved = _peak_or_none(pair, pair.planned)
+        plain_peak, _, _ = _peak_or_none(pair, pair.plain)
+        step_ms: list[float] = []
+        plain_ms: list[float] = []
+        if time_steps:
+            fits = peak is not None, plain_peak is not None
+            step_ms, plain_ms = _interleaved_times(pair, trials, *fits, check_stop)
+    return StepProof(
+        peak_bytes=peak,
+        no_checkpoint_peak_bytes=plain_peak,
+        step_ms=tuple(step_ms),
+        no_checkpoint_step_ms=tuple(plain_ms),
+        gradients=check,
+        gradients_note=note,
+        device_peak_bytes=device_peak,
+        device_reserved_bytes=reserved,
+        static_bytes=_static_bytes(pair),
+        out_of_memory="planned" if peak is None else "no_checkpoint" if plain_peak is None else None,
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator, of the device or of the host, said that it has no memory left."""
+    if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "not enough memory" in str(error)
+
+
+# --- gradients ---
+
+
+def _check_gradients(pair: StepPair, rtol: float, atol: float) -> tuple[GradientCheck | None, str | None]:
+    start = _Start.of(pair)
+    try:
+        found = _outcome(pair, pair.planned, start)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return None, "the planned step does not fit the device"
+        raise
+    reference = "the unplanned step"
+    try:
+        expected = _outcome(pair, pair.plain, start)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        reference = "the unplanned step with its saved tensors held on the host"
+        try:
+            expected = _outcome(pair, lambda: _saved_on_host(pair.plain), start)
+        except Exception as second:
+            if is_out_of_memory(second):
+                return None, "the unplanned step fits neither the device nor the host's memory"
+            raise
+    return compare_outcomes(found, expected, reference, rtol, atol), None
+
+
+def _saved_on_host(step: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return step()
+
+
+@dataclass
+class _Start:
+    """State that both steps start from."""
+
+    buffers: dict[str, torch.Tensor]
+    random_states: list[torch.Tensor]
+
+    @staticmethod
+    def of(pair: StepPair) -> _Start:
+        return _Start({name: b.detach().clone() for name, b in pair.buffers().items()}, torch_state(pair.device))
+
+    def restore(self, pair: StepPair) -> None:
+        with torch.no_grad():
+            for name, buffer in pair.buffers().items():
+                buffer.copy_(self.buffers[name])
+        set_torch_state(self.random_states, pair.device)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """All that a step leaves behind, on the host: loss, gradients (None: missing), buffers, random state."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor | None]
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    random_states: Sequence[torch.Tensor] = ()
+
+
+def _outcome(pair: StepPair, step: Callable[[], torch.Tensor], start: _Start) -> StepOutcome:
+    start.restore(pair)
+    for tensor in (*pair.twin.parameters(), *pair.inputs):
+        tensor.grad = None  # so that a gradient that never comes shows as missing, not as zero
+    loss = step()
+    loss.backward()
+    gradients = {n: None if p.grad is None else _on_host(p.grad) for n, p in pair.parameters().items()}
+    for i, tensor in enumerate(pair.inputs):
+        if tensor.requires_grad:
+            gradients[f"input {i}"] = None if tensor.grad is None else _on_host(tensor.grad)
+    buffers = {name: _on_host(buffer) for name, buffer in pair.buffers().items()}
+    outcome = StepOutcome(_on_host(loss), gradients, buffers, torch_state(pair.device))
+    for tensor in (*pair.twin.parameters(), *pair.inputs):
+        tensor.grad = None
+    return outcome
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def compare_outcomes(
+    found: StepOutcome, expected: StepOutcome, reference: str, rtol: float, atol: float
+) -> GradientCheck:
+    """Judge each parameter relative to its own largest gradient; NaN, missing gradients, changed buffers fail."""
+    faults: list[str] = []
+    largest_abs = largest_rel = 0.0
+    bitwise = torch.equal(found.loss, expected.loss)
+    for name, right in expected.gradients.items():
+        left = found.gradients.get(name)
+        if left is None or right is None:
+            if left is not right:
+                faults.append(f"{name}: gradient missing {'under the plan' if left is None else 'without the plan'}")
+            continue
+        bitwise &= torch.equal(left, right)
+        difference, size = float((left.double() - right.double()).abs().max()), float(right.double().abs().max())
+        if not (math.isfinite(difference) and math.isfinite(size)):
+            faults.append(f"{name}: gradient is not finite")
+            continue
+        largest_abs = max(largest_abs, difference)
+        largest_rel = max(largest_rel, difference / size if size else (math.inf if difference else 0.0))
+        if difference > rtol * size + atol:
+            faults.append(f"{name}: gradient differs by {difference:.3g}, its largest element is {size:.3g}")
+    faults += [
+        f"buffer {name} differs after the step"
+        for name, right in expected.buffers.items()
+        if not torch.allclose(found.buffers[name].double(), right.double(), rtol=rtol, atol=atol, equal_nan=True)
+    ]
+    states = zip(found.random_states, expected.random_states, strict=True)
+    if not all(torch.equal(left, right) for left, right in states):
+        faults.append("the random stream stands elsewhere after the step")
+    known = not any("not finite" in fault or "missing" in fault for fault in faults)
+    return GradientCheck(
+        reference=reference,
+        passed=not faults,
+        bitwise_equal=bitwise and not faults,
+        max_abs_diff=largest_abs if known else None,
+        max_rel_diff=largest_rel if known and math.isfinite(largest_rel) else None,
+        faults=tuple(faults),
+    )
+
+
+# --- peaks and times ---
+
+
+def _allocate_gradients(pair: StepPair) -> None:
+    for tensor in (*pair.parameters().values(), *(t for t in pair.inputs if t.requires_grad)):
+        tensor.grad = torch.zeros_like(tensor)
+
+
+def _peak_or_none(pair: StepPair, step: Callable[[], torch.Tensor]) -> tuple[int | None, int | None, int | None]:
+    """(peak above what stands before the step, device's allocated peak, device's reserved peak)."""
+    try:
+        step().backward()  # lazily made workspaces are there afterwards
+        meter = make_meter(pair.device)
+        with meter:
+            meter.mark("start")
+            loss = step()
+            loss.backward()
+            meter.mark("end")
+    except Exception as error:
+        if is_out_of_memory(error):
+            return None, None, None
+        raise
+    peak = meter.peak("start", "end") - meter.level("start")
+    if isinstance(meter, CudaAllocatorMeter):
+        return peak, torch.cuda.memory_allocated(pair.device) + peak, meter.reserved_peak_bytes
+    return peak, None, None
+
+
+def _interleaved_times(
+    pair: StepPair, trials: Trials, planned_fits: bool, plain_fits: bool, check_stop: Callable[[], None]
+) -> tuple[list[float], list[float]]:
+    """Milliseconds of both steps in turn; which goes first changes from trial to trial."""
+    times: tuple[list[float], list[float]] = ([], [])
+    steps = [(pair.planned, times[0], planned_fits), (pair.plain, times[1], plain_fits)]
+    for trial in range(-trials.num_warmup, trials.num_trials):
+        check_stop()
+        for step, collected, fits in steps if trial % 2 else reversed(steps):
+            if fits:
+                elapsed_ms = _time(pair, step)
+                if trial >= 0:
+                    collected.append(elapsed_ms)
+    return times
+
+
+def _time(pair: StepPair, step: Callable[[], torch.Tensor]) -> float:
+    pair.synchronize()
+    start_s = time.perf_counter()
+    step().backward()
+    pair.synchronize()
+    return (time.perf_counter() - start_s) * 1e3
+
+
+def _static_bytes(pair: StepPair) -> int:
+    tensors = [*pair.twin.parameters(), *pair.twin.buffers(), *pair.inputs]
+    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    return sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())

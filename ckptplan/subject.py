@@ -1,0 +1,124 @@
+"""What is measured: a twin of a model with a batch of its own, and how to run a step of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptplan.blocks import CheckpointableBlock, call_block, model_fingerprint
+from ckptplan.trees import map_tensors, tensors_in
+from ckptplan.twin import make_twin
+
+LossFn = Callable[[nn.Module, Any], torch.Tensor]
+
+
+class PlainChain(nn.Module):
+    """Blocks run one after the other, all kept."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(modules)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        value: Any = inputs
+        for module in self.blocks:
+            value = call_block(module, value, kwargs)
+        return value
+
+
+@dataclass(frozen=True)
+class Trials:
+    """How often to run for the times: ``num_warmup`` not counted, then ``num_trials``."""
+
+    num_warmup: int = 3
+    num_trials: int = 10
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_warmup", 0), ("num_trials", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}={value!r} is a {type(value).__name__}; expected a whole number")
+            if value < least:
+                raise ValueError(f"{name}={value} is too small; expected at least {least}")
+
+
+def require_placement(
+    blocks: Sequence[CheckpointableBlock], batch: Any, device: torch.device, dtype: torch.dtype | None
+) -> None:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("device='cuda' was asked for, but this PyTorch sees no CUDA device; use device='cpu'")
+    for block in blocks:
+        for name, tensor in (*block.module.named_parameters(), *block.module.named_buffers()):
+            if isinstance(tensor, nn.parameter.UninitializedParameter):
+                raise ValueError(f"{block.block_id}.{name} has no shape yet; run the model once before profiling it")
+            if tensor.device.type != device.type:
+                raise ValueError(
+                    f"{block.block_id}.{name} is on {tensor.device}, device={str(device)!r} was asked for; "
+                    "move the model first (model.to(device))"
+                )
+            is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+            if dtype is not None and is_weight and tensor.dtype != dtype:
+                raise ValueError(f"{block.block_id}.{name} is {tensor.dtype}, dtype={dtype} was asked for")
+    for tensor in tensors_in(batch):
+        if tensor.device.type != device.type:
+            raise ValueError(
+                f"an example input of shape {tuple(tensor.shape)} is on {tensor.device}, "
+                f"device={str(device)!r} was asked for; move it first"
+            )
+
+
+@dataclass
+class Subject:
+    """The twin that is measured, and how to run it."""
+
+    names: list[str]
+    modules: list[nn.Module]
+    run_step: Callable[[], Any]
+    outside: list[torch.Tensor]
+    device: torch.device
+    has_loss: bool
+    fingerprint: str
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        blocks: Sequence[CheckpointableBlock],
+        batch: Any,
+        step: Callable[[nn.Module, Any], Any],
+        device: torch.device,
+        has_loss: bool,
+    ) -> Subject:
+        twin, *modules = make_twin([model, *(b.module for b in blocks)])
+        for parameter in twin.parameters():  # gradients stand before the step, so they count nothing
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        own_batch = private_batch(batch)
+        return Subject(
+            names=[b.block_id for b in blocks],
+            modules=list(modules),
+            run_step=lambda: step(twin, own_batch),
+            outside=tensors_in(own_batch),
+            device=device,
+            has_loss=has_loss,
+            fingerprint=model_fingerprint(blocks),
+        )
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def private_batch(batch: Any) -> Any:
+    """The batch on memory of its own, so that in-place operations do not reach the caller's."""
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        own = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        if own.requires_grad:
+            own.grad = torch.zeros_like(own)
+        return own
+
+    return map_tensors(batch, copied)

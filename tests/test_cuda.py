@@ -1,0 +1,89 @@
+"""The CUDA path on a real device: ``python -m pytest -m cuda``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptplan.data import Batch
+from ckptplan.measure import profile_model
+from ckptplan.models.gpt import GPT
+from ckptplan.models.resnet import ResNet
+from ckptplan.planners import plan_checkpoints
+from ckptplan.proof import prove_model
+from ckptplan.subject import Trials
+from ckptplan.training import loss_of
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+ROOT = Path(__file__).parent.parent
+
+
+def gpt_and_batch() -> tuple[GPT, Batch]:
+    model = GPT(layers=8, width=512, heads=8, sequence_length=512).to(DEVICE)
+    tokens = torch.randint(0, 256, (8, 512), device=DEVICE)
+    return model, Batch(tokens, tokens)
+
+
+def resnet_and_batch() -> tuple[ResNet, Batch]:
+    model = ResNet(blocks=[2, 2, 2], widths=[32, 64, 128], channels=3, classes=10).to(DEVICE)
+    images = torch.randn(32, 3, 64, 64, device=DEVICE)
+    return model, Batch(images, torch.randint(0, 10, (32,), device=DEVICE))
+
+
+@pytest.mark.parametrize("make", [gpt_and_batch, resnet_and_batch])
+@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("fraction", [0.8, 0.6, 0.5])
+def test_the_measured_peak_is_predicted_and_within_budget(make, autocast_dtype, fraction):
+    model, batch = make()
+    profile = profile_model(model, None, batch, lambda m, b: loss_of(m, b, autocast_dtype), num_warmup=2, num_trials=3)
+    assert profile.meter == "cuda"
+    plan = plan_checkpoints(profile, target_kind="activation_budget_fraction", target_value=fraction)
+    proof = prove_model(
+        model,
+        plan,
+        batch,
+        lambda m, b: loss_of(m, b, autocast_dtype),
+        device=DEVICE,
+        trials=Trials(1, 2),
+        rtol=1e-4 if autocast_dtype is None else 2e-2,
+    )
+    assert abs(plan.predicted_peak_bytes - proof.peak_bytes) <= 0.01 * proof.peak_bytes
+    assert proof.peak_bytes <= plan.budget_bytes * 1.01
+    assert proof.device_reserved_bytes >= proof.peak_bytes
+    assert proof.gradients.passed, proof.gradients
+
+
+def test_dropout_draws_the_same_masks_again_on_the_device():
+    torch.manual_seed(0)
+    model = GPT(layers=4, width=128, heads=4, sequence_length=64, dropout=0.3).to(DEVICE)
+    tokens = torch.randint(0, 256, (4, 64), device=DEVICE)
+    profile = profile_model(model, None, Batch(tokens, tokens), loss_of, num_warmup=1, num_trials=1)
+    plan = plan_checkpoints(
+        profile, target_kind="activation_budget_bytes", target_value=10**12, planner="checkpoint_all"
+    )
+    proof = prove_model(model, plan, Batch(tokens, tokens), loss_of, device=DEVICE, trials=Trials(0, 1), rtol=1e-4)
+    assert all(block.is_stochastic for block in profile)
+    assert proof.gradients.passed, proof.gradients
+
+
+def test_a_run_from_the_command_line_uses_the_device_and_says_ok(tmp_path):
+    folder = tmp_path / "run"
+    overrides = ["runtime=cuda", "logger=none", "steps=5", f"hydra.run.dir={folder}"]
+    done = subprocess.run(
+        [sys.executable, "train.py", *overrides], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((folder / "result.json").read_text())
+    assert result["status"] == "ok"
+    assert result["device"] == "cuda:0"
+    assert result["memory"]["device_reserved_bytes"] > 0

@@ -1,0 +1,261 @@
+"""What a block's forward does besides computing, as seen by running it; and which blocks may be recomputed."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ckptplan.measure import profile_blocks
+from ckptplan.profiles import BlockProfile
+from tests.chains import declared
+
+
+class Block(nn.Module):
+    """A linear layer around which subclasses do something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.calls = 0
+        self.log: list[int] = []
+        self.nested = {"inner": [0]}
+        self.generator = torch.Generator().manual_seed(1)
+        self.python = random.Random(1)
+        self.numpy = np.random.default_rng(1)
+        self.register_buffer("ema", torch.zeros(8))
+        self.register_buffer("fixed", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.fixed
+
+
+class FunctionalDropout(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.5)
+
+
+class Ema(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        with torch.no_grad():
+            self.ema.mul_(0.9).add_(y.mean(0), alpha=0.1)
+        return y - self.ema
+
+
+class ReplacedBuffer(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.ema = self.ema + y.detach().mean(0)
+        return y - self.ema
+
+
+class PythonRandom(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (2.0 if random.random() < 0.5 else 1.0)
+
+
+class NumpyRandom(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * float(np.random.rand())  # noqa: NPY002
+
+
+class Counter(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+
+class ListAppend(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(1)
+        return self.linear(x)
+
+
+class NestedState(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.nested["inner"][0] += 1
+        return self.linear(x)
+
+
+class PrivateTorch(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * torch.rand(8, generator=self.generator)
+
+
+class PrivatePython(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.python.random()
+
+
+class PrivateNumpy(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * float(self.numpy.random())
+
+
+class InPlaceInput(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x += 1
+        return self.linear(x)
+
+
+ELSEWHERE = iter(range(10**9))
+
+
+class Elsewhere(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + next(ELSEWHERE)
+
+
+class LazyCache(Block):
+    """Its first call makes a cache; all others only read it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "cache"):
+            self.cache = torch.full((8,), 2.0)
+        return self.linear(x) * self.cache
+
+
+def seen(module: nn.Module) -> BlockProfile:
+    """The profile of the second of two blocks, whose input is an inner tensor."""
+    torch.manual_seed(0)
+    blocks = declared([nn.Linear(8, 8), module])
+    return profile_blocks(blocks, (torch.randn(16, 8),), device="cpu", num_warmup=0, num_trials=1, memory="live")[1]
+
+
+@pytest.mark.parametrize(
+    ("module", "stochastic", "buffers"),
+    [
+        (nn.Linear(8, 8), False, ()),
+        (Block(), False, ()),
+        (LazyCache(), False, ()),
+        (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), True, ()),
+        (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).eval(), False, ()),
+        (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0)), False, ()),
+        (FunctionalDropout(), True, ()),
+        (nn.Sequential(nn.Linear(8, 8), nn.RReLU()), True, ()),
+        (nn.BatchNorm1d(8), False, ("num_batches_tracked", "running_mean", "running_var")),
+        (nn.BatchNorm1d(8).eval(), False, ()),
+        (nn.BatchNorm1d(8, momentum=None), False, ("num_batches_tracked", "running_mean", "running_var")),
+        (Ema(), False, ("ema",)),
+        (ReplacedBuffer(), False, ("ema",)),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), False, "some"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_recomputation_can_make_exact_is_eligible(module: nn.Module, stochastic: bool, buffers) -> None:
+    profile = seen(module)
+    assert profile.exclusion_reason is None
+    assert profile.eligible_for_checkpoint
+    assert profile.is_stochastic is stochastic
+    assert profile.is_stateful is bool(buffers)
+    if buffers == "some":
+        assert len(profile.mutated_buffers) == 2  # u and v of the power iteration
+    else:
+        assert tuple(sorted(profile.mutated_buffers)) == buffers
+
+
+def test_the_older_spectral_norm_is_eligible_with_its_buffers_guarded() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        module = nn.utils.spectral_norm(nn.Linear(8, 8))
+    profile = seen(module)
+    assert profile.exclusion_reason is None
+    assert "weight_u" in profile.mutated_buffers
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (PythonRandom(), "Python's or NumPy's global random stream"),
+        (NumpyRandom(), "Python's or NumPy's global random stream"),
+        (Counter(), "changes the Python attribute 'calls'"),
+        (ListAppend(), "changes the Python attribute 'log'"),
+        (NestedState(), "changes the Python attribute 'nested'"),
+        (PrivateTorch(), "changes the Python attribute 'generator'"),
+        (PrivatePython(), "changes the Python attribute 'python'"),
+        (PrivateNumpy(), "changes the Python attribute 'numpy'"),
+        (InPlaceInput(), "changes its own input in place"),
+        (Elsewhere(), "two runs from the same state give different outputs"),
+        (nn.Sequential(nn.Linear(8, 8), Counter()), "changes the Python attribute '1.calls'"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_what_a_recomputation_would_get_wrong_is_excluded_with_the_reason(module: nn.Module, reason: str) -> None:
+    profile = seen(module)
+    assert not profile.eligible_for_checkpoint
+    assert reason in (profile.exclusion_reason or "")
+    assert profile.recompute is None
+    assert profile.keep is not None
+
+
+def test_a_block_without_a_gradient_saves_nothing_and_is_excluded() -> None:
+    class Labels(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.detach()
+
+    blocks = declared([nn.Linear(8, 8), Labels(), nn.Linear(8, 8)])
+    profile = profile_blocks(blocks, (torch.randn(4, 8),), device="cpu", num_warmup=0, num_trials=1, memory="live")
+    assert "no gradient flows through its output" in (profile[1].exclusion_reason or "")
+
+
+def test_observing_leaves_the_callers_block_as_it_was() -> None:
+    for module in (Counter(), ListAppend(), NestedState(), Ema(), PrivateTorch(), nn.BatchNorm1d(8)):
+        state = {name: b.clone() for name, b in module.named_buffers()}
+        drawn = module.generator.get_state() if hasattr(module, "generator") else None
+        seen(module)
+        assert all(torch.equal(b, state[name]) for name, b in module.named_buffers())
+        if drawn is not None:
+            assert (module.calls, module.log, module.nested) == (0, [], {"inner": [0]})
+            assert torch.equal(module.generator.get_state(), drawn)
+
+
+class KeepsItsMask(Block):
+    """Sets an attribute anew at every call, to what the call computes with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mask = torch.rand_like(x) < 0.5
+        return self.linear(x) * self.mask
+
+
+class Toggles(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.is_odd = not getattr(self, "is_odd", False)
+        return self.linear(x)
+
+
+def test_an_attribute_that_a_recomputation_sets_to_the_same_value_is_no_obstacle() -> None:
+    profile = seen(KeepsItsMask())
+    assert profile.exclusion_reason is None
+    assert profile.is_stochastic
+    assert "'is_odd'" in (seen(Toggles()).exclusion_reason or "")
+
+
+def test_an_in_place_activation_on_the_input_is_seen_even_where_it_changes_no_value() -> None:
+    block = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))
+    blocks = declared([nn.Sequential(nn.Linear(8, 8)), block, nn.Linear(8, 8)])
+    profile = profile_blocks(blocks, (torch.randn(4, 8),), device="cpu", num_warmup=0, num_trials=1, memory="live")
+    assert "changes its own input in place" in (profile[1].exclusion_reason or "")
+
+
+def test_a_buffer_that_is_written_without_a_change_is_seen() -> None:
+    class Clamps(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.fixed.clamp_(0, 1)
+            return self.linear(x) * self.fixed
+
+    assert seen(Clamps()).mutated_buffers == ("fixed",)
+
+
+def test_torch_counts_the_writes_to_a_tensor() -> None:
+    tensor = torch.zeros(3)
+    before = tensor._version
+    tensor.add_(0)
+    assert tensor._version == before + 1

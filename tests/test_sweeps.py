@@ -1,0 +1,361 @@
+"""Many runs: every job leaves a result whatever becomes of it, and the others go on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from ckptplan import cli, sweeps
+from ckptplan.config import load_config, shell_override
+from ckptplan.errors import CkptplanError
+from ckptplan.record import BudgetRecord, MemoryRecord, RunResult, load_result
+from ckptplan.sweeps import Job, describe, run_in_process, run_jobs, table_row
+
+Compose = Callable[..., DictConfig]
+REPOSITORY = Path(cli.__file__).resolve().parent.parent
+
+WRITE_RESULT = """
+import sys
+from ckptplan.record import RunRecorder, RunResult
+with RunRecorder(sys.argv[1]) as recorder:
+    recorder.write_result(RunResult(status="ok", planner="dp", seed=1))
+"""
+
+TORN_RESULT = "import sys; open(sys.argv[1] + '/result.json', 'w').write('{')"
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def make_job(folder: Path, program: str, index: int = 0) -> Job:
+    """A job whose process runs ``program`` with the job's folder as its argument."""
+    job_folder = folder / f"{index:03d}_dp_0.5_00000000"
+    command = (sys.executable, "-c", textwrap.dedent(program), str(job_folder))
+    known = RunResult(planner="dp", seed=index, config_hash="ab" * 32, budget=BudgetRecord("budget_frac", 0.5))
+    return Job(index, (f"seed={index}",), job_folder, command, known)
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "kind", "message", "signal_name"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "failed", "SIGKILL", "out of memory", "SIGKILL"),
+        ("import os; os.kill(os.getpid(), 11)", "failed", "SIGSEGV", "ended by SIGSEGV", "SIGSEGV"),
+        ("raise RuntimeError('boom')", "failed", "exit code 1", "RuntimeError: boom", None),
+        ("import sys; sys.exit('error: stpes=5')", "failed", "exit code 1", "error: stpes=5", None),
+        ("import sys; print('error: x=1'); sys.exit(2)", "failed", "ConfigError", "error: x=1", None),
+        ("pass", "failed", "exit code 0", "no output", None),
+        (
+            "import sys; open(sys.argv[1] + '/result.json', 'w').write('{')",
+            "failed",
+            "no result",
+            "not valid JSON",
+            None,
+        ),
+        (WRITE_RESULT + "import os; os.kill(os.getpid(), 9)", "failed", "SIGKILL", "ended by SIGKILL", "SIGKILL"),
+    ],
+    ids=["killed", "segfault", "raised", "exit text", "bad config", "silent", "torn", "killed after its result"],
+)
+def test_a_job_that_ends_badly_leaves_a_whole_result(
+    tmp_path: Path, program: str, status: str, kind: str, message: str, signal_name: str | None
+) -> None:
+    job = make_job(tmp_path, program)
+    result = run_in_process(job)
+    assert result == load_result(job.folder)
+    assert result["status"] == status
+    assert result["error"]["type"] == kind
+    assert message in result["error"]["message"]
+    assert result["error"]["signal"] == signal_name
+    assert (result["planner"], result["memory"]["measured_peak_bytes"]) == ("dp", None)
+
+
+def test_the_result_that_a_job_wrote_is_taken_as_it_is(tmp_path: Path) -> None:
+    job = make_job(tmp_path, WRITE_RESULT + "print('done')")
+    assert run_in_process(job) == RunResult(status="ok", planner="dp", seed=1).to_dict()
+    assert (job.folder / "console.log").read_text() == "done\n"
+
+
+def test_a_job_over_its_time_is_ended_with_its_children(tmp_path: Path) -> None:
+    program = """
+    import subprocess, sys, pathlib, time
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    pathlib.Path(sys.argv[1], "child").write_text(str(child.pid))
+    time.sleep(60)
+    """
+    job = make_job(tmp_path, program)
+    result = run_in_process(job, timeout_s=2.0)
+    assert result["status"] == "timeout"
+    assert "2 s" in result["error"]["message"]
+    child = int((job.folder / "child").read_text())
+    assert _is_gone(child)
+
+
+def _is_gone(pid: int) -> bool:
+    for _ in range(50):
+        try:
+            os.kill(pid, 0)
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True  # dead, and waiting for whoever adopted it
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_the_others_go_on_after_a_failure_and_the_sweep_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    jobs = [make_job(tmp_path, WRITE_RESULT, 0), make_job(tmp_path, "1/0", 1), make_job(tmp_path, WRITE_RESULT, 2)]
+    with pytest.raises(CkptplanError, match=r"1 of 3 jobs failed: 001_dp_0\.5_00000000"):
+        run_jobs(jobs, tmp_path)
+    assert [load_result(job.folder)["status"] for job in jobs] == ["ok", "failed", "ok"]
+    text = caplog.text
+    first_job = text.index("[1/3] seed=0")
+    assert all(text.index(f"{index}  seed={index}") < first_job for index in range(3))  # the list stands before
+    assert text.index("ZeroDivisionError") < text.index("[3/3] seed=2")  # a failure is shown when it happens
+    table = capsys.readouterr().out
+    assert [line.split()[1] for line in table.splitlines()[1:4]] == ["ok", "failed", "ok"]
+
+
+def test_the_table_grows_as_jobs_end(tmp_path: Path) -> None:
+    look = (
+        WRITE_RESULT
+        + f"""
+from pathlib import Path
+Path(sys.argv[1], "seen").write_text(Path({str(tmp_path)!r}, "results.jsonl").read_text())
+"""
+    )
+    jobs = [make_job(tmp_path, WRITE_RESULT, 0), make_job(tmp_path, look, 1)]
+    run_jobs(jobs, tmp_path)
+    assert len((jobs[1].folder / "seen").read_text().splitlines()) == 1
+
+
+def test_fail_fast_stops_at_the_first_failure(tmp_path: Path) -> None:
+    jobs = [make_job(tmp_path, "1/0", 0), make_job(tmp_path, WRITE_RESULT, 1)]
+    with pytest.raises(CkptplanError, match="1 of 2 jobs failed"):
+        run_jobs(jobs, tmp_path, fail_fast=True)
+    assert not jobs[1].folder.exists()
+
+
+@pytest.mark.parametrize("status", ["ok", "infeasible", "over_budget", "oom"])
+def test_an_answer_that_is_not_ok_does_not_fail_the_sweep(tmp_path: Path, status: str) -> None:
+    run_jobs([make_job(tmp_path, WRITE_RESULT.replace('"ok"', f'"{status}"'))], tmp_path)
+
+
+@pytest.mark.parametrize("status", ["failed", "mismatch", "timeout", "interrupted"])
+def test_any_other_status_fails_the_sweep(tmp_path: Path, status: str) -> None:
+    with pytest.raises(CkptplanError, match="1 of 1 jobs failed"):
+        run_jobs([make_job(tmp_path, WRITE_RESULT.replace('"ok"', f'"{status}"'))], tmp_path)
+
+
+def test_the_table_holds_a_row_per_job_with_seed_and_hash(tmp_path: Path) -> None:
+    jobs = [make_job(tmp_path, WRITE_RESULT, 0), make_job(tmp_path, "1/0", 1)]
+    with pytest.raises(CkptplanError):
+        run_jobs(jobs, tmp_path)
+    lines = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert [json.loads(line)["status"] for line in lines] == ["ok", "failed"]
+    with (tmp_path / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["index"], row["status"], row["seed"]) for row in rows] == [("0", "ok", "1"), ("1", "failed", "1")]
+    assert rows[1]["config_hash"] == "ab" * 32
+    markdown = (tmp_path / "results.md").read_text().splitlines()
+    assert len(markdown) == 4
+    assert len({line.count("|") for line in markdown}) == 1
+
+
+def test_a_row_takes_its_figures_from_the_result(tmp_path: Path) -> None:
+    result = RunResult(status="ok", planner="dp", memory=MemoryRecord(measured_peak_bytes=3 * 2**20)).to_dict()
+    result["latency"]["overhead_ratio"] = 0.08
+    row = table_row(result, make_job(tmp_path, ""))
+    assert (row["job"], row["planner"], row["measured_peak_bytes"]) == ("000_dp_0.5_00000000", "dp", 3 * 2**20)
+    assert (row["overhead_ratio"], row["last_loss"]) == (0.08, None)
+    assert describe(result) == "ok, peak 3.00 MiB, step time +8.0 %"
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_stopped_sweep_keeps_what_there_is(tmp_path: Path, signal_number: int) -> None:
+    """The sweep in a process of its own: one job done, one stopped, one never begun."""
+    program = f"""
+    import sys
+    from pathlib import Path
+    from tests.test_sweeps import WRITE_RESULT, make_job
+    from ckptplan.sweeps import SweepTerminated, run_jobs
+    folder = Path({str(tmp_path)!r})
+    sleep = "import pathlib, sys, time; pathlib.Path(sys.argv[1], 'begun').touch(); time.sleep(60)"
+    jobs = [make_job(folder, WRITE_RESULT, 0), make_job(folder, sleep, 1), make_job(folder, WRITE_RESULT, 2)]
+    try:
+        run_jobs(jobs, folder)
+    except SweepTerminated:
+        sys.exit(143)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], cwd=REPOSITORY, stdout=subprocess.PIPE)
+    folders = [tmp_path / f"{index:03d}_dp_0.5_00000000" for index in range(3)]
+    for _ in range(300):
+        if (folders[1] / "begun").exists():
+            break
+        time.sleep(0.1)
+    process.send_signal(signal_number)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal_number
+    assert load_result(folders[0])["status"] == "ok"
+    stopped = load_result(folders[1])
+    assert (stopped["status"], stopped["error"]["signal"]) == ("interrupted", signal.Signals(signal_number).name)
+    assert not folders[2].exists()
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
+
+
+# --- from the command line to the jobs --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """``-m`` up to the point where the first job would start: the jobs that it would run."""
+    jobs: list[Job] = []
+
+    def record(found: list[Job], folder: Path, **settings: object) -> None:
+        assert settings == {"fail_fast": False, "timeout_s": None}
+        jobs.extend(found)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweeps, "run_jobs", record)
+    return jobs
+
+
+def config_of(job: Job, compose: Compose) -> DictConfig:
+    """What the job's own command line composes to."""
+    assert job.command[1:5] == ("-m", "ckptplan", "--config-name", "train")
+    return compose(*job.command[5:])
+
+
+def test_every_job_composes_to_its_own_run(planned: list[Job], compose: Compose, tmp_path: Path) -> None:
+    assert cli.main(["-m", "planner=dp,greedy", "budget_frac=0.3,0.5", "name=x"]) == 0
+    loaded = [load_config(config_of(job, compose)) for job in planned]
+    assert [(run.planner.name, run.budget_frac, run.name) for run in loaded] == [
+        ("dp", 0.3, "x"),
+        ("dp", 0.5, "x"),
+        ("greedy", 0.3, "x"),
+        ("greedy", 0.5, "x"),
+    ]
+    for index, job in enumerate(planned):
+        composed = config_of(job, compose)
+        assert job.folder.name.startswith(f"{index:03d}_{'dp' if index < 2 else 'greedy'}_0.{'35'[index % 2]}_")
+        assert job.folder.parent.parent.parent == tmp_path / "outputs" / "multirun"
+        assert Path(composed.hydra.run.dir) == job.folder
+        assert str(composed.hydra.mode) == "RunMode.RUN"
+        assert composed.hydra.job.num == index
+        # what the job would write itself and what the launcher writes for it name the same run
+        assert job.folder.name.endswith(job.result.config_hash[:8])
+    assert len({run.logger.group for run in loaded}) == 1
+    assert loaded[0].logger.group
+
+
+def test_an_awkward_value_reaches_every_job_as_the_same_text(planned: list[Job], compose: Compose) -> None:
+    for text in ("a=b, {c} #1", "~/x", "007", "it's", "größe", "${seed}"):
+        planned.clear()
+        assert cli.main(["-m", *shlex.split(shell_override("name", text)), "seed=1,2"]) == 0
+        assert [load_config(config_of(job, compose)).name for job in planned] == [text, text]
+
+
+def test_a_coupled_sweep_is_two_jobs(planned: list[Job], compose: Compose) -> None:
+    """A second key that follows the first, given by interpolation, adds no jobs."""
+    arguments = ["-m", "optimizer.lr=0.1,0.2", "optimizer.weight_decay=${optimizer.lr}"]
+    assert cli.main(arguments) == 0
+    loaded = [load_config(config_of(job, compose)).optimizer for job in planned]
+    assert [(run["lr"], run["weight_decay"]) for run in loaded] == [(0.1, 0.1), (0.2, 0.2)]
+
+
+def test_equal_jobs_keep_folders_of_their_own(planned: list[Job]) -> None:
+    assert cli.main(["-m", "seed=1,1,2"]) == 0
+    assert len({job.folder for job in planned}) == 3
+    assert planned[0].result.config_hash == planned[1].result.config_hash != planned[2].result.config_hash
+
+
+def test_two_sweeps_of_the_same_second_share_nothing(planned: list[Job]) -> None:
+    for _ in range(2):
+        assert cli.main(["-m", "seed=1,2"]) == 0
+    assert len({job.folder.parent for job in planned}) == 2
+
+
+def test_a_sweep_into_an_old_folder_takes_other_names(planned: list[Job], tmp_path: Path) -> None:
+    for _ in range(2):
+        assert cli.main(["-m", "seed=1,2", "hydra.sweep.dir=mine"]) == 0
+        for job in planned:
+            job.folder.mkdir(exist_ok=True)
+    assert len({job.folder for job in planned}) == 4
+    assert {job.folder.parent for job in planned} == {tmp_path / "mine"}
+
+
+def test_a_key_of_a_swept_group_is_checked_against_each_member(planned: list[Job], compose: Compose) -> None:
+    assert cli.main(["-m", "model=resnet,vit", "data.image_size=64"]) == 0
+    assert [load_config(config_of(job, compose)).data["image_size"] for job in planned] == [64, 64]
+
+
+def test_a_fault_in_one_job_stops_all_before_the_first(planned: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["-m", "budget_frac=0.5,2"]) == 2
+    assert "budget_frac=2.0" in capsys.readouterr().err
+    assert planned == []
+    assert not list(Path.cwd().rglob("multirun.yaml"))
+
+
+def test_a_folder_of_the_users_own_configs_reaches_the_jobs(planned: list[Job], tmp_path: Path) -> None:
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine" / "experiment" / "good.yaml").write_text("# @package _global_\nsteps: 7\n")
+    assert cli.main(["-m", "--config-dir", "mine", "experiment=good", "seed=1,2"]) == 0
+    position = planned[0].command.index("--config-dir")
+    assert Path(planned[0].command[position + 1]) == tmp_path / "mine"
+
+
+def test_sweep_py_is_four_planners_at_five_budgets(
+    planned: list[Job],
+    compose,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "logger=none"])
+    with pytest.raises(SystemExit) as ended:
+        cli.sweep_main()
+    assert ended.value.code == 0
+    loaded = [load_config(config_of(job, compose)) for job in planned[::7]]
+    assert len(planned) == 20
+    assert {run.logger.kind for run in loaded} == {"none"}
+    assert len({job.result.config_hash for job in planned}) == 20
+
+
+@pytest.mark.slow
+def test_three_seeds_on_the_command_line_are_three_runs(tmp_path: Path) -> None:
+    """Case C19, for real: a folder, a W&B run and a config for each job; equal seeds with equal losses."""
+    arguments = ["-m", "seed=1,1,2", "debug=fast", "logger.kind=wandb", "steps=5", "model.layers=2", "model.width=32"]
+    command = [sys.executable, str(REPOSITORY / "train.py"), *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [sweep] = (tmp_path / "outputs" / "multirun").glob("*/*")
+    folders = sorted(path for path in sweep.iterdir() if path.is_dir())
+    losses = []
+    for folder in folders:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["train/loss"] for line in lines if line.get("train/loss") is not None])
+    assert [len(steps) for steps in losses] == [5, 5, 5]
+    assert losses[0] == losses[1] != losses[2]
+    assert [load_result(folder)["seed"] for folder in folders] == [1, 1, 2]
+    assert [OmegaConf.load(folder / "config.yaml").seed for folder in folders] == [1, 1, 2]
+    wandb_runs = [path.name for folder in folders for path in (folder / "wandb").glob("offline-run-*")]
+    assert len({name.rpartition("-")[2] for name in wandb_runs}) == len(wandb_runs) == 3
