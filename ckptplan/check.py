@@ -13,8 +13,18 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ckptplan.errors import PlanIncompatibleError
-from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, blocks_of, recomputed_blocks, tree_faults
+from ckptplan.plan import (
+    CheckpointPlan,
+    Keep,
+    PlanNode,
+    Recompute,
+    Selective,
+    blocks_of,
+    recomputed_blocks,
+    tree_faults,
+)
 from ckptplan.profiles import BlockProfile, ChainProfile, StageCost, as_chain, recompute_costs, require_memory
+from ckptplan.selective import find_option
 from ckptplan.units import format_bytes
 
 
@@ -70,6 +80,19 @@ def _eligibility_faults(chain: ChainProfile, plan: CheckpointPlan) -> list[str]:
             faults.append(f"block {block.block_id!r} is recomputed but not eligible: {block.exclusion_reason}")
         elif plan.memory_model == "peak" and block.recompute is None:
             faults.append(f"block {block.block_id!r} is recomputed but the profile has no figures for that")
+    for node in plan.nodes:
+        if isinstance(node, Selective):
+            try:
+                option = find_option(chain[node.block], node.saved_ops)
+            except PlanIncompatibleError as error:
+                faults += error.faults
+                continue
+            decision = plan.decisions[node.block]
+            if decision.saved_ops != option.saved_ops or decision.sequence_hash != option.sequence_hash:
+                faults.append(
+                    f"block {decision.block_id!r} keeps {decision.saved_ops} of operators {decision.sequence_hash}; "
+                    f"the profile's option is {option.saved_ops} of {option.sequence_hash}"
+                )
     return faults
 
 
@@ -94,6 +117,10 @@ def _replays(chain: ChainProfile, node: PlanNode, cost_kind: str) -> float:
     """What the replays under ``node`` cost; its own ends before a nested last child, or in that block's early stop."""
     if isinstance(node, Keep):
         return 0
+    if isinstance(node, Selective):
+        option = find_option(chain[node.block], node.saved_ops)
+        added = option.flops if cost_kind == "flops" else option.time_ms
+        return (1.0 if cost_kind == "time" and _is_untimed(chain) else 0) if added is None else added
     *leading, last = node.children
     total = sum(_full_cost(chain, i, cost_kind) for i in blocks_of(leading))
     if isinstance(last, Keep):
@@ -105,11 +132,15 @@ def _last_cost(chain: ChainProfile, i: int, cost_kind: str) -> float:
     block = chain[i]
     if cost_kind == "flops":
         return block.recompute_flops or 0
-    if all(b.recompute_time_ms is None and b.recompute_time_upper_bound_ms_mean is None for b in chain):
+    if _is_untimed(chain):
         return 1.0
     if block.recompute_time_ms is not None:
         return block.recompute_time_ms
     return block.recompute_time_upper_bound_ms_mean or 0.0
+
+
+def _is_untimed(chain: ChainProfile) -> bool:
+    return all(b.recompute_time_ms is None and b.recompute_time_upper_bound_ms_mean is None for b in chain)
 
 
 def _full_cost(chain: ChainProfile, i: int, cost_kind: str) -> float:
@@ -126,7 +157,8 @@ def _peak_bytes(chain: ChainProfile, plan: CheckpointPlan) -> int:
 
 def _peak_of_nodes(chain: ChainProfile, nodes: Sequence[PlanNode], memory_model: str) -> int:
     if memory_model == "additive":
-        return sum(chain[node.block].activation_bytes_estimate or 0 for node in nodes if isinstance(node, Keep))
+        kept = sum(chain[node.block].activation_bytes_estimate or 0 for node in nodes if isinstance(node, Keep))
+        return kept + sum(_part_kept(chain[node.block], node) for node in nodes if isinstance(node, Selective))
     stages = [_as_stage(chain, node) for node in nodes]
     if chain.pre is not None:
         stages.insert(0, _Stage(chain.pre.cost, chain.pre.output_bytes, chain.pre.output_is_input))
@@ -136,6 +168,14 @@ def _peak_of_nodes(chain: ChainProfile, nodes: Sequence[PlanNode], memory_model:
         stages.append(_Stage(StageCost(0, 0, chain[-1].output_gradient_bytes or 0, (False,), (False,)), (), ()))
     forward, backward = _phase_peaks(stages, len(chain.input_bytes))
     return max(forward + backward)
+
+
+def _part_kept(block: BlockProfile, node: Selective) -> int:
+    cost = find_option(block, node.saved_ops).cost
+    held = cost.keeps_output * len(block.output_bytes) if len(cost.keeps_output) == 1 else cost.keeps_output
+    own = [size for size, passed in zip(block.output_bytes, block.output_is_input, strict=True) if passed is None]
+    own_held = [kept for kept, passed in zip(held, block.output_is_input, strict=True) if passed is None]
+    return cost.saved_bytes + sum(size for size, kept in zip(own, own_held, strict=True) if kept)
 
 
 class _Stage(NamedTuple):
@@ -149,6 +189,8 @@ def _as_stage(chain: ChainProfile, node: PlanNode) -> _Stage:
     if len(members) == 1:
         block = members[0]
         cost = block.keep if isinstance(node, Keep) else block.recompute
+        if isinstance(node, Selective):
+            cost = find_option(block, node.saved_ops).cost
         assert cost is not None, f"block {block.block_id!r} has no figures"
         return _Stage(cost, block.output_bytes, block.output_is_input)
     assert isinstance(node, Recompute)

@@ -23,6 +23,10 @@ class Output(NamedTuple):
         return f"{self.operator}#{self.nth}:{self.position}"
 
     @staticmethod
+    def is_name(name: str) -> bool:
+        return _NAME.fullmatch(name) is not None
+
+    @staticmethod
     def of(name: str) -> Output:
         """From ``<submodule path>.<operator>#<n-th call>:<output>``; the path is for the reader.
 

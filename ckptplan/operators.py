@@ -19,8 +19,18 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode  # pinned by tests/test_replay.py
 
 from ckptplan.graph import BlockOperators, OperatorCall, Output, Value
-from ckptplan.replay import Contents, Operation, Recorder, View, about_operator, flat, is_plain, run_replayed
-from ckptplan.stages import count_flops, differentiable
+from ckptplan.replay import (
+    Contents,
+    Operation,
+    Recorder,
+    View,
+    about_operator,
+    flat,
+    is_plain,
+    run_recorded,
+    run_replayed,
+)
+from ckptplan.stages import count_flops
 from ckptplan.trees import tensors_in
 
 # Calls what it is given with fresh arguments of the block, from equal random state, and returns the result.
@@ -37,9 +47,8 @@ def trace_operators(
     tracer = _Tracer()
     with _submodule_paths(module) as paths:
         tracer.paths = paths
-        output = run_block(lambda *args, **kwargs: _recorded(tracer, module, args, kwargs))
-        traced = tracer.result()
-    del output
+        run_block(lambda *args, **kwargs: run_recorded(tracer, module, args, kwargs))
+    traced = tracer.traced
     flops = _Flops()
     with flops.counter:
         run_block(_under(flops, module))
@@ -58,11 +67,6 @@ def _under(mode: TorchDispatchMode, module: nn.Module) -> Callable[..., Any]:
             return module(*args, **kwargs)
 
     return call
-
-
-def _recorded(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack), recorder:
-        return module(*args, **kwargs)
 
 
 @contextmanager
@@ -101,6 +105,7 @@ class _Tracer(Recorder):
         self._operations: list[tuple[Operation, str]] = []
         self._values_made: list[tuple[Contents, Output, int, int]] = []  # contents, name, bytes, operator call
         self._saved: list[View] = []
+        self.traced = _Traced([], (), ())
 
     def pack(self, tensor: torch.Tensor) -> Any:
         saved = super().pack(tensor)
@@ -123,7 +128,11 @@ class _Tracer(Recorder):
                     self._values_made.append((contents, name, size_bytes, len(self._operations)))
         self._operations.append((operation, self.paths[-1] if self.paths else ""))
 
-    def result(self) -> _Traced:
+    def finish(self) -> None:
+        self.traced = self._result()
+        super().finish()
+
+    def _result(self) -> _Traced:
         """The record as numbers. Contents with a tensor are at hand: from outside, or filled unseen."""
         made = [entry for entry in self._values_made if entry[0].tensor is None]
         number = {id(contents): index for index, (contents, *_) in enumerate(made)}
@@ -285,11 +294,13 @@ class _Checker(Recorder):
 def _checked(checker: _Checker, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inputs = [t for t in tensors_in((args, kwargs)) if is_plain(t)]
     before = [t.detach().clone() for t in inputs]
-    try:
-        output = _recorded(checker, module, args, kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output = module(*args, **kwargs)
         checker.leave(output)
-    finally:
-        checker.finish()
+        return output
+
+    output = run_recorded(checker, call, args, kwargs)
     if not all(_same_bits(t.detach(), b) for t, b in zip(inputs, before, strict=True)) and checker.fault is None:
         checker.fault = "its forward changes its own input in place"
     return output
@@ -321,11 +332,16 @@ def _results(
     wanted: list[torch.Tensor] = [p for p in module.parameters() if p.requires_grad]
 
     def with_inputs(*args: Any, **kwargs: Any) -> Any:
-        wanted.extend(differentiable(tensors_in((args, kwargs))))
+        wanted.extend(_differentiable((args, kwargs)))
         return call(*args, **kwargs)
 
     outputs = tensors_in(run_block(with_inputs))
-    roots = differentiable(outputs)
+    roots = _differentiable(outputs)
     found = torch.autograd.grad(roots, wanted, [r.detach().clone() for r in roots], allow_unused=True)
     values = [t.detach().clone() for t in (*outputs, *module.buffers())]
     return [*values, *found, torch.get_rng_state()]
+
+
+def _differentiable(value: Any) -> list[torch.Tensor]:
+    """The distinct tensors of a value that a gradient flows into."""
+    return list({id(t): t for t in tensors_in(value) if t.requires_grad}.values())

@@ -58,6 +58,29 @@ class StageCost:
 
 
 @dataclass(frozen=True)
+class SelectiveOption:
+    """One way to keep part of a block: the outputs of some operators stay, the others are made again in backward.
+
+    Attributes:
+        saved_ops: what stays, in full: ``<submodule path>.<operator>#<n-th call>:<output>``; empty: nothing.
+        cost: its bytes.
+        time_ms: what it adds to a step, the recording in the forward included.
+        flops: what it adds to a step.
+        sequence_hash: of the operators that the block ran when the option was made.
+    """
+
+    saved_ops: tuple[str, ...]
+    cost: StageCost
+    time_ms: float | None = None
+    flops: int | None = None
+    sequence_hash: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "saved_ops", tuple(self.saved_ops))
+        _normalise(self, "a selective option")
+
+
+@dataclass(frozen=True)
 class BlockProfile:
     """What one block costs. Times are medians over trials unless the name says mean.
 
@@ -74,6 +97,7 @@ class BlockProfile:
             and the block's own inputs excluded.
         recompute_time_ms: what recomputing adds to a backward pass, PyTorch's early stop included.
         mutated_buffers: buffers that the forward changes; a recomputation runs on copies of them.
+        selective: ways to keep part of the block, fewest bytes first; empty unless they were asked for.
 
     Built by hand, a single number or flag stands for a tuple of one (``output_bytes=5`` is ``(5,)``) and
     integers of numpy are taken. Raises ``ValueError`` or ``TypeError`` naming the block and the field.
@@ -118,6 +142,7 @@ class BlockProfile:
     num_warmup: int | None = None
     num_trials: int | None = None
     warnings: tuple[str, ...] = ()
+    selective: tuple[SelectiveOption, ...] = ()
 
     def __post_init__(self) -> None:
         _normalise(self, f"block {self.block_id!r}")
@@ -281,7 +306,8 @@ def _require_matching_flags(profile: ChainProfile) -> None:
     if profile.pre is not None:
         stages.append((f"region {profile.pre.name!r}", (profile.pre.cost,), profile.pre.output_is_input))
     for block in profile:
-        stages.append((f"block {block.block_id!r}", (block.keep, block.recompute), block.output_is_input))
+        costs = (block.keep, block.recompute, *(option.cost for option in block.selective))
+        stages.append((f"block {block.block_id!r}", costs, block.output_is_input))
     if profile.post is not None:
         stages.append((f"region {profile.post.name!r}", (profile.post.cost,), profile.post.output_is_input))
     num_inputs = len(profile.input_bytes)

@@ -45,7 +45,11 @@ def run_replayed(call: Callable[..., Any], keep: Iterable[Output], *args: Any, *
     """
     if not torch.is_grad_enabled():
         return call(*args, **kwargs)
-    recorder = Recorder(keep)
+    return run_recorded(Recorder(keep), call, args, kwargs)
+
+
+def run_recorded(recorder: Recorder, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``call(*args, **kwargs)`` under a recorder made for this call."""
     try:
         with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack), recorder:
             return call(*args, **kwargs)

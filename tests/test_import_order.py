@@ -17,7 +17,7 @@ PACKAGE = Path(ckptplan.__file__).parent
 ORDER = """
 errors units config record graph options
 randomness runtime optim trees blocks memory recompute replay twin subject profiles selective stages operators
-trace discovery observe kinds regions measure
+trace discovery observe kinds choices regions measure
 plan targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
 planners.budgets planners.reasons planners
 validate apply proof benchmark budget
@@ -30,8 +30,9 @@ run cli __main__
 
 # What plans, checks and reports without a model at hand.
 TORCH_FREE = """
-errors units config targets record graph options profiles selective plan simulate check planners planners.tables planners.heuristic
-planners.fixed planners.flat planners.budgets planners.reasons data.spec sweeps report report.tables cli
+errors units config targets record graph options profiles selective plan simulate check planners planners.tables
+planners.heuristic planners.fixed planners.flat planners.budgets planners.reasons data.spec sweeps report report.tables
+cli
 """.split()
 
 
