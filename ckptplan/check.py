@@ -228,7 +228,8 @@ def _phase_peaks(stages: Sequence[_Stage], num_inputs: int) -> tuple[list[int], 
     n = len(stages)
     # steps[l] holds what changes at stage l; summed from the left they give the bytes at each stage
     forward_steps, backward_steps = [0] * (n + 2), [0] * (n + 2)
-    for group in _storages(stages, num_inputs):
+    groups = _storages(stages, num_inputs)
+    for group in groups:
         forward_steps[group.made_at + 1] += group.size
         if group.first_keeper is None:
             forward_steps[group.last_use + 1] -= group.size
@@ -238,8 +239,16 @@ def _phase_peaks(stages: Sequence[_Stage], num_inputs: int) -> tuple[list[int], 
         forward_steps[index + 1] += stage.cost.saved_bytes
         backward_steps[index + 1] += stage.cost.saved_bytes
     forward = [held + s.cost.forward_peak_bytes for held, s in zip(accumulate(forward_steps), stages, strict=False)]
-    backward = [held + s.cost.backward_peak_bytes for held, s in zip(accumulate(backward_steps), stages, strict=False)]
+    shared = {keeper for group in groups for keeper in group.later_keepers}
+    peaks = [_backward_peak(stage.cost, index in shared) for index, stage in enumerate(stages)]
+    backward = [held + peak for held, peak in zip(accumulate(backward_steps), peaks, strict=False)]
     return forward, backward
+
+
+def _backward_peak(cost: StageCost, is_shared: bool) -> int:
+    if is_shared and cost.backward_peak_sharing_input_bytes is not None:
+        return cost.backward_peak_sharing_input_bytes
+    return cost.backward_peak_bytes
 
 
 class _Storage:
@@ -248,6 +257,7 @@ class _Storage:
     def __init__(self, size: int, made_at: int) -> None:
         self.size, self.made_at, self.last_use = size, made_at, made_at
         self.first_keeper: int | None = None
+        self.later_keepers: list[int] = []
 
 
 def _storages(stages: Sequence[_Stage], num_inputs: int) -> list[_Storage]:
@@ -263,6 +273,8 @@ def _storages(stages: Sequence[_Stage], num_inputs: int) -> list[_Storage]:
             for storage, kept in zip(storages, spread, strict=True):
                 if kept and storage.first_keeper is None:
                     storage.first_keeper = index
+                elif kept and storage.first_keeper != index:
+                    storage.later_keepers.append(index)
         for storage in at_hand:
             storage.last_use = max(storage.last_use, index)
         found += [storage for storage in made if storage.made_at == index]

@@ -6,19 +6,20 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ckptplan.graph import Output
 from ckptplan.kinds import Kind, block_forward, settled_bytes
+from ckptplan.memory import make_meter
 from ckptplan.operators import RunBlock, trace_operators, why_not_replayed
 from ckptplan.options import KeepSet, propose_keep_sets
 from ckptplan.profiles import SelectiveOption, StageCost
 from ckptplan.randomness import random_state_restored
 from ckptplan.replay import Recorder, run_recorded, run_replayed
-from ckptplan.stages import stage_flops, time_stage
+from ckptplan.stages import backward_peak_with_inputs_held, stage_flops, time_stage
 from ckptplan.trace import autocast_as
 
 Synchronize = Callable[[], None]  # waits for the device
@@ -151,6 +152,9 @@ def _measured(kind: Kind, saved_ops: tuple[str, ...], device: torch.device, memo
     kept = [Output.of(name) for name in saved_ops]
     forward = block_forward(kind, device, None, functools.partial(run_replayed, kind.module, kept))
     cost = settled_bytes(forward, device, memory)
+    shared_bytes = backward_peak_with_inputs_held(forward, make_meter(device, memory))
+    if any(cost.keeps_input) and shared_bytes != cost.backward_peak_bytes:
+        cost = replace(cost, backward_peak_sharing_input_bytes=shared_bytes)
     assert kind.backward_flops is not None, "a kind's own FLOPs are measured before its options"
     return Choice(kind, saved_ops, cost, stage_flops(forward)[1] - kind.backward_flops)
 

@@ -45,6 +45,8 @@ class StageCost:
             for a recomputed stage, the recomputation; not the input (``Q``).
         keeps_input: per input storage, whether this stage holds it until its backward.
         keeps_output: per output storage, whether this stage itself holds it until its backward.
+        backward_peak_sharing_input_bytes: the backward peak where an earlier stage holds an input too, so that this
+            stage's letting go of it in the midst of its backward frees nothing; None: the same.
     """
 
     saved_bytes: int
@@ -52,6 +54,7 @@ class StageCost:
     backward_peak_bytes: int
     keeps_input: tuple[bool, ...] = (True,)
     keeps_output: tuple[bool, ...] = (False,)
+    backward_peak_sharing_input_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _normalise(self, "a stage cost")

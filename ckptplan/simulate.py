@@ -353,10 +353,16 @@ def _walk(
         ledger.level -= stage.cost.saved_bytes
         for storage in created[index]:
             ledger.release(storage, index)
-        timeline.append((stage.name, "backward", ledger.level + stage.cost.backward_peak_bytes))
+        shares_input = any(ledger.holders[storage] - {index} for storage in held[index])
+        timeline.append((stage.name, "backward", ledger.level + _backward_peak(stage.cost, shares_input)))
         for storage in held[index]:
             ledger.release(storage, index)
     return tuple(timeline), retained, ledger.level
+
+
+def _backward_peak(cost: StageCost, shares_input: bool) -> int:
+    shared = cost.backward_peak_sharing_input_bytes
+    return cost.backward_peak_bytes if shared is None or not shares_input else shared
 
 
 def _flagged(storages: Sequence[int], flags: Sequence[bool]) -> list[int]:
