@@ -46,14 +46,19 @@ def propose_keep_sets(block: BlockOperators) -> list[KeepSet]:
     convolution, attention) runs again. For each budget of the grid there is the set of least time and the one of
     least FLOPs.
     """
+    if not block.needed:
+        return []
     problem = _Problem.of(block)
     needed_bytes = sum(block.values[v].size_bytes for v in problem.needed)
     free = problem.fewest_bytes(without=[i for i, call in enumerate(block.calls) if call.flops])
-    found = [problem.cleaned(()), problem.cleaned(free)]
-    budgets = {int(needed_bytes * share) for share in _BUDGET_SHARES} | {found[-1].kept_bytes}
+    found = [problem.cleaned(())]
+    budgets = {int(needed_bytes * share) for share in _BUDGET_SHARES}
+    if free is not None:
+        found.append(problem.cleaned(free))
+        budgets.add(found[-1].kept_bytes)
     for budget_bytes in sorted(budgets):
         for cost in (problem.times, problem.flops):
-            found.append(problem.cleaned(problem.least_cost(cost, budget_bytes)))
+            found.append(problem.cleaned(problem.least_cost(cost, budget_bytes) or ()))
     distinct = {keep_set.kept: keep_set for keep_set in found if keep_set.run_again}
     return sorted(distinct.values(), key=lambda s: (s.kept_bytes, s.time_ms))
 
@@ -103,8 +108,8 @@ class _Problem:
     def sizes(self) -> list[float]:
         return [float(value.size_bytes) for value in self.block.values]
 
-    def fewest_bytes(self, without: Iterable[int]) -> tuple[int, ...]:
-        """The values to keep so that none of the calls ``without`` runs again; all needed ones where none suffice."""
+    def fewest_bytes(self, without: Iterable[int]) -> tuple[int, ...] | None:
+        """The values to keep so that none of the calls ``without`` runs again; None where that cannot be."""
         upper = self.upper.copy()
         upper[[len(self.sizes) + call for call in without]] = 0.0
         total_ms = sum(self.times) or 1.0
@@ -112,7 +117,7 @@ class _Problem:
         costs = np.array([*self.sizes, *(0.5 * t / total_ms for t in self.times)])
         return self._solved(costs, upper, None)
 
-    def least_cost(self, cost: Sequence[float], budget_bytes: int) -> tuple[int, ...]:
+    def least_cost(self, cost: Sequence[float], budget_bytes: int) -> tuple[int, ...] | None:
         total = sum(cost) or 1.0
         total_bytes = sum(self.sizes) or 1.0
         costs = np.array([*(1e-6 * size / total_bytes for size in self.sizes), *(c / total for c in cost)])
@@ -120,7 +125,7 @@ class _Problem:
 
     def _solved(
         self, costs: NDArray[np.float64], upper: NDArray[np.float64], budget_bytes: int | None
-    ) -> tuple[int, ...]:
+    ) -> tuple[int, ...] | None:
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         constraints: list[Any] = [LinearConstraint(self.rows, self.least, np.inf)] if len(self.rows) else []
@@ -137,7 +142,7 @@ class _Problem:
             options={"time_limit": _SOLVER_LIMIT_S, "mip_rel_gap": 0.0},
         )
         if result.x is None:  # what may not run again makes a value that cannot be kept
-            return tuple(self.needed)
+            return None
         return tuple(int(v) for v in np.flatnonzero(result.x[: len(self.sizes)] > 0.5))
 
     def cleaned(self, kept: Iterable[int]) -> KeepSet:
