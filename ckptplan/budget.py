@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ckptplan.config import RunConfig, config_error
+from ckptplan.errors import PlanIncompatibleError
 from ckptplan.optim import optimizer_state_bytes
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import plan_checkpoints, smallest_reachable
@@ -62,7 +63,8 @@ def plan_for_budget(profile: ChainProfile, config: RunConfig, static: StaticByte
 
     Raises:
         InfeasibleTargetError: no plan of the planner's kind fits.
-        ConfigError: a device budget that the weights, gradients and optimizer state alone exceed.
+        ConfigError: a device budget that the weights, gradients and optimizer state alone exceed; a plan of the
+            user's that is none for this model; an option that the planner does not have.
     """
     kind, value, options = _target(config, static, device)
     margin = 0
@@ -76,15 +78,25 @@ def plan_for_budget(profile: ChainProfile, config: RunConfig, static: StaticByte
         options["path"] = config.planner.path
     is_forced = config.planner.name in ("none", "all", "no_checkpoint", "checkpoint_all", "text", "file")
     start_s = time.perf_counter()
-    plan = plan_checkpoints(
-        profile,
-        target_kind=kind,
-        target_value=value,
-        planner=config.planner.name,
-        cost=config.cost,  # type: ignore[arg-type]
-        on_infeasible="best_effort" if is_forced else "raise",
-        **options,
-    )
+    try:
+        plan = plan_checkpoints(
+            profile,
+            target_kind=kind,
+            target_value=value,
+            planner=config.planner.name,
+            cost=config.cost,  # type: ignore[arg-type]
+            on_infeasible="best_effort" if is_forced else "raise",
+            **options,
+        )
+    except PlanIncompatibleError as error:
+        for key, given in (("planner.text", config.planner.text), ("planner.path", config.planner.path)):
+            if given is not None:
+                raise config_error(key, given, str(error)) from error
+        raise
+    except TypeError as error:
+        if not config.planner.options:
+            raise
+        raise config_error("planner.options", config.planner.options, str(error)) from error
     solve_s = time.perf_counter() - start_s
     budget_bytes = None if plan.budget_bytes is None else plan.budget_bytes + margin
     return PlannedRun(plan, budget_bytes, margin, smallest_reachable(profile)[0], solve_s)
