@@ -237,7 +237,8 @@ def _outcome(pair: StepPair, step: Callable[[], torch.Tensor], start: _Start) ->
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
+    """A copy; gradients of sparse embeddings are made dense, so that they can be compared."""
+    return tensor.detach().to("cpu", copy=True).to_dense()
 
 
 def compare_outcomes(
@@ -254,6 +255,8 @@ def compare_outcomes(
                 faults.append(f"{name}: gradient missing {'under the plan' if left is None else 'without the plan'}")
             continue
         bitwise &= torch.equal(left, right)
+        if not right.numel():
+            continue
         difference, size = float((left.double() - right.double()).abs().max()), float(right.double().abs().max())
         if not (math.isfinite(difference) and math.isfinite(size)):
             faults.append(f"{name}: gradient is not finite")
