@@ -14,7 +14,9 @@ from ckptplan.errors import PlanIncompatibleError
 from ckptplan.optim import optimizer_state_bytes
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import plan_checkpoints, smallest_reachable
+from ckptplan.planners.budgets import budget_for
 from ckptplan.profiles import ChainProfile
+from ckptplan.simulate import no_checkpoint_peak
 
 # Share of a CUDA budget left to what the allocator's statistics do not show between stages. Stated in
 # result.json; not calibrated on a device yet. On a CPU measured bytes are exact, so nothing is taken off.
@@ -68,9 +70,10 @@ def plan_for_budget(profile: ChainProfile, config: RunConfig, static: StaticByte
     """
     kind, value, options = _target(config, static, device)
     margin = 0
-    if device.type == "cuda" and kind == "activation_budget_bytes":
-        margin = int(int(value) * CUDA_MARGIN)
-        value = int(value) - margin
+    if device.type == "cuda" and kind != "max_slowdown":
+        budget = budget_for(kind, value, no_checkpoint_peak(profile)) - options.pop("static_bytes", 0)
+        margin = int(max(budget, 0) * CUDA_MARGIN)
+        kind, value = "activation_budget_bytes", max(budget, 0) - margin
     options.update(config.planner.options)
     if config.planner.text is not None:
         options["text"] = config.planner.text

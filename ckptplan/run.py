@@ -76,8 +76,8 @@ def run_job(config: RunConfig, *, resolved: dict[str, Any], folder: Path, overri
         overrides: what was typed, for the record.
 
     Raises:
-        ConfigError: the configuration does not describe a run (no ``result.json`` is written then).
-        Exception: anything unexpected, after a ``result.json`` with status "failed" was written.
+        ConfigError: the configuration does not describe a run.
+        Exception: anything unexpected. Either way ``result.json`` says "failed" and why.
     """
     result = RunResult(
         name=config.name, config_hash=config_hash(resolved), planner=config.planner.name, seed=config.seed
@@ -99,8 +99,6 @@ def run_job(config: RunConfig, *, resolved: dict[str, Any], folder: Path, overri
         try:
             with _ended(result, stop):
                 run.all_stages(resolved)
-        except ConfigError:
-            raise
         finally:
             result.timing.total_s = time.perf_counter() - start_s
             run.finish()
@@ -305,8 +303,7 @@ class _Run:
         if proof.peak_bytes is not None and budget_bytes is not None:
             memory.within_budget = proof.peak_bytes <= budget_bytes
         latency.step_ms, latency.no_checkpoint_step_ms = _times(proof.step_ms), _times(proof.no_checkpoint_step_ms)
-        if latency.step_ms.p50 and latency.no_checkpoint_step_ms.p50:
-            latency.overhead_ratio = latency.step_ms.p50 / latency.no_checkpoint_step_ms.p50 - 1
+        latency.overhead_ratio = proof.overhead_ratio
         self.result.gradients = _gradients(proof.gradients, proof.gradients_note)
         if proof.out_of_memory == "planned":
             raise torch.cuda.OutOfMemoryError("the planned step does not fit the device")
