@@ -122,7 +122,7 @@ def _ended(result: RunResult, stop: StopFlag) -> Iterator[None]:
         log.warning("interrupted (%s); nothing is trained further", stop.signal_name)
     except Exception as error:
         if is_out_of_memory(error):
-            result.status, result.error = "oom", ErrorRecord(type(error).__name__, str(error).splitlines()[0])
+            result.status, result.error = "oom", ErrorRecord(type(error).__name__, str(error).partition("\n")[0])
             log.error("%s", _out_of_memory_report(result))
             return
         result.status, result.error = "failed", ErrorRecord(type(error).__name__, str(error))

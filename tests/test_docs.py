@@ -128,7 +128,9 @@ def test_there_are_commands_and_some_of_them_are_wrong_on_purpose() -> None:
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "python"], ids=lambda b: f"{b.page} {b.number}")
-def test_every_piece_of_python_in_the_guides_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_piece_of_python_in_the_guides_runs(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(block.text, f"{block.page}, block {block.number}", "exec"), {"__name__": "__main__"})
 
@@ -136,8 +138,19 @@ def test_every_piece_of_python_in_the_guides_runs(block: Block, tmp_path: Path, 
 def test_values_in_the_documented_form_arrive_as_the_same_text() -> None:
     """The quoted names of the page, as text: what the page promises of the form itself."""
     section = (DOCS / "configuration.md").read_text(encoding="utf-8").partition("## Values with awkward")[2]
-    names = [shlex.split(line, comments=True)[2] for line in section.splitlines() if line.startswith("python train.py 'name")]
-    wanted = ["a=b, {c} (d) [e] #1 @home 100%", "~/runs", "007", "null", "größe", 'say "hi"', "it's", "${not a reference}"]
+    names = [
+        shlex.split(line, comments=True)[2] for line in section.splitlines() if line.startswith("python train.py 'name")
+    ]
+    wanted = [
+        "a=b, {c} (d) [e] #1 @home 100%",
+        "~/runs",
+        "007",
+        "null",
+        "größe",
+        'say "hi"',
+        "it's",
+        "${not a reference}",
+    ]
     assert [loaded_name(argument) for argument in names] == wanted
 
 
@@ -209,7 +222,11 @@ CASES = ["C01", "C08", "C11", "C19", "C21", "C23", *(f"P{n}" for n in range(1, 1
 
 
 def test_every_report_and_every_case_has_a_row_with_a_test_or_a_reason() -> None:
-    rows = [line.split("|")[1:-1] for line in (DOCS / "reports.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    rows = [
+        line.split("|")[1:-1]
+        for line in (DOCS / "reports.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| ")
+    ]
     told = {row[0].strip(): row[-1].strip() for row in rows}
     for number in [*(f"B{n}" for n in REPORTS), *CASES]:
         assert number in told, number
