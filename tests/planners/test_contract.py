@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from ckptplan import planners
 from ckptplan.check import check_plan
 from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError, TimingOnlyProfileError
 from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute
 from ckptplan.planners import PLANNERS, PlannerResult, plan_checkpoints, smallest_reachable
 from ckptplan.planners.heuristic import greedy
 from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
+from ckptplan.simulate import PlanCost
 
 Make = Callable[..., ChainProfile]
 Oracle = Callable[[ChainProfile, str], list[tuple[float, int, int, tuple[bool, ...]]]]
@@ -198,6 +200,19 @@ class TestPlugIns:
         assert caught.value.smallest_reachable_bytes == 307
         assert caught.value.smallest_reachable_any_bytes == 107
         assert caught.value.limited_by == "b2 backward"
+
+
+def test_the_referee_stands_behind_every_result(make_equal: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulator that is off by one byte is found out."""
+    real = planners.simulate_plan
+
+    def off_by_one(*arguments: Any) -> PlanCost:
+        cost = real(*arguments)
+        return dataclasses.replace(cost, peak_bytes=cost.peak_bytes - 1)
+
+    monkeypatch.setattr(planners, "simulate_plan", off_by_one)
+    with pytest.raises(PlanIncompatibleError, match="predicted_peak_bytes is"):
+        _plan(make_equal(3, 100, boundary=1), 250)
 
 
 class TestForcedPlans:
