@@ -66,5 +66,5 @@ def test_walking_the_state_machine_gives_the_same_peak(make_random: Make, memory
 def test_a_chain_of_single_tensors_has_at_most_two_states(make_random: Make) -> None:
     chains = [make_random(seed) for seed in range(60)]
     single = [c for c in chains if all(len(block.output_bytes) == 1 for block in c) and len(c.input_bytes) == 1]
-    assert len(single) > 5
+    assert len(single) >= 5
     assert max(len(states) for c in single for states in FlatTables(c, "peak").transitions()) == 2
