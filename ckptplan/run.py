@@ -133,10 +133,12 @@ def _out_of_memory_report(result: RunResult) -> str:
     memory = result.memory
     if memory.predicted_peak_bytes is None:
         return "out of memory while the blocks were measured, before there was a plan; use a smaller data.batch_size"
-    measured = format_bytes(memory.measured_peak_bytes)
+    measured = "never measured"
+    if memory.measured_peak_bytes is not None:
+        measured = f"measured as {format_bytes(memory.measured_peak_bytes)}"
     return (
         f"out of memory: the plan's activation peak was predicted as {format_bytes(memory.predicted_peak_bytes)} and "
-        f"measured as {measured}; weights {format_bytes(memory.weights_bytes)}, gradients "
+        f"{measured}; weights {format_bytes(memory.weights_bytes)}, gradients "
         f"{format_bytes(memory.gradients_bytes)} and optimizer state {format_bytes(memory.optimizer_bytes)} stand "
         "beside it. Use a smaller budget or data.batch_size"
     )
