@@ -75,7 +75,7 @@ def all_commands() -> list[Command]:
         for code in re.findall(r"`(python (?:train|sweep)\.py[^`]*)`", prose):
             if "<" not in code:  # a placeholder, or a key that is pressed
                 found += commands_of(code, page.name)
-    return list(dict.fromkeys(found))
+    return list({(command.program, command.arguments): command for command in reversed(found)}.values())[::-1]
 
 
 COMMANDS = all_commands()
