@@ -12,6 +12,7 @@ import sys
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -363,6 +364,9 @@ def _job(config: DictConfig) -> int:
     logging.captureWarnings(True)
     try:
         loaded, resolved = load_config(config), resolve(config)
+        if loaded.planner.path is not None:  # it may lead through "latest", which is about to point here
+            path = str(Path(loaded.planner.path).resolve())
+            loaded = replace(loaded, planner=replace(loaded.planner, path=path))
         point_latest_at(folder, Path(loaded.output_dir))
         from ckptplan.run import run_job
 

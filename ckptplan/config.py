@@ -491,7 +491,7 @@ def _check_size(key: str, value: object) -> None:
 # Dotted key -> (fits, what is expected in words, an example). None always fits: it switches the thing off.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str, object]] = {
     "budget_frac": (lambda f: 0 < f <= 1, "0 < f <= 1, a share of the peak without checkpointing", 0.5),
-    "saving_frac": (lambda f: 0 <= f < 1, "0 <= f < 1, the share of the peak without checkpointing to save", 0.5),
+    "saving_frac": (lambda f: 0 < f < 1, "0 < f < 1, the share of the peak without checkpointing to save", 0.5),
     "max_slowdown": (lambda ratio: ratio >= 1, "a ratio of 1 or more", 1.2),
     "seed": (lambda n: 0 <= n < 2**32, "0 to 2**32 - 1", 0),
     "steps": (lambda n: n >= 1, "1 or more", 60),

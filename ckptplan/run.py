@@ -76,8 +76,8 @@ def run_job(config: RunConfig, *, resolved: dict[str, Any], folder: Path, overri
         overrides: what was typed, for the record.
 
     Raises:
-        ConfigError: the configuration does not describe a run (no ``result.json`` is written then).
-        Exception: anything unexpected, after a ``result.json`` with status "failed" was written.
+        ConfigError: the configuration does not describe a run.
+        Exception: anything unexpected. Either way ``result.json`` says "failed" and why.
     """
     result = RunResult(
         name=config.name, config_hash=config_hash(resolved), planner=config.planner.name, seed=config.seed
@@ -99,8 +99,6 @@ def run_job(config: RunConfig, *, resolved: dict[str, Any], folder: Path, overri
         try:
             with _ended(result, stop):
                 run.all_stages(resolved)
-        except ConfigError:
-            raise
         finally:
             result.timing.total_s = time.perf_counter() - start_s
             run.finish()
@@ -124,7 +122,7 @@ def _ended(result: RunResult, stop: StopFlag) -> Iterator[None]:
         log.warning("interrupted (%s); nothing is trained further", stop.signal_name)
     except Exception as error:
         if is_out_of_memory(error):
-            result.status, result.error = "oom", ErrorRecord(type(error).__name__, str(error).splitlines()[0])
+            result.status, result.error = "oom", ErrorRecord(type(error).__name__, str(error).partition("\n")[0])
             log.error("%s", _out_of_memory_report(result))
             return
         result.status, result.error = "failed", ErrorRecord(type(error).__name__, str(error))
@@ -135,10 +133,12 @@ def _out_of_memory_report(result: RunResult) -> str:
     memory = result.memory
     if memory.predicted_peak_bytes is None:
         return "out of memory while the blocks were measured, before there was a plan; use a smaller data.batch_size"
-    measured = format_bytes(memory.measured_peak_bytes)
+    measured = "never measured"
+    if memory.measured_peak_bytes is not None:
+        measured = f"measured as {format_bytes(memory.measured_peak_bytes)}"
     return (
         f"out of memory: the plan's activation peak was predicted as {format_bytes(memory.predicted_peak_bytes)} and "
-        f"measured as {measured}; weights {format_bytes(memory.weights_bytes)}, gradients "
+        f"{measured}; weights {format_bytes(memory.weights_bytes)}, gradients "
         f"{format_bytes(memory.gradients_bytes)} and optimizer state {format_bytes(memory.optimizer_bytes)} stand "
         "beside it. Use a smaller budget or data.batch_size"
     )
@@ -305,8 +305,7 @@ class _Run:
         if proof.peak_bytes is not None and budget_bytes is not None:
             memory.within_budget = proof.peak_bytes <= budget_bytes
         latency.step_ms, latency.no_checkpoint_step_ms = _times(proof.step_ms), _times(proof.no_checkpoint_step_ms)
-        if latency.step_ms.p50 and latency.no_checkpoint_step_ms.p50:
-            latency.overhead_ratio = latency.step_ms.p50 / latency.no_checkpoint_step_ms.p50 - 1
+        latency.overhead_ratio = proof.overhead_ratio
         self.result.gradients = _gradients(proof.gradients, proof.gradients_note)
         if proof.out_of_memory == "planned":
             raise torch.cuda.OutOfMemoryError("the planned step does not fit the device")

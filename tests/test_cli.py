@@ -16,6 +16,7 @@ import pytest
 
 from ckptplan import cli
 from ckptplan.errors import CkptplanError, ConfigError, InfeasibleTargetError
+from ckptplan.plan import CheckpointPlan
 
 REPOSITORY = Path(cli.__file__).resolve().parent.parent
 Call = dict[str, Any]
@@ -321,6 +322,14 @@ def test_an_output_root_that_cannot_be_written_is_named(
     message = capsys.readouterr().err
     assert "output_dir=" in message
     assert "Traceback" not in message
+
+
+def test_the_plan_of_the_latest_run_is_that_of_the_run_before(start_folder: Path, runs: list[Call]) -> None:
+    assert cli.main([]) == 0
+    plan = CheckpointPlan.from_text("K0", ["b0"])
+    plan.save(runs[0]["folder"] / "plan.json")
+    assert cli.main(["planner=file", "planner.path=outputs/latest/plan.json"]) == 0
+    assert Path(runs[1]["config"].planner.path) == (runs[0]["folder"] / "plan.json").resolve()
 
 
 def test_latest_is_a_text_file_where_links_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

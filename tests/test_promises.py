@@ -23,7 +23,7 @@ from ckptplan.models import GPT, MLP, ChainModel, ResNet, UNet, ViT
 from ckptplan.plan import CheckpointPlan, parse_plan_text
 from ckptplan.planners import plan_checkpoints
 from ckptplan.profiles import ChainProfile
-from ckptplan.proof import prove_model
+from ckptplan.proof import StepProof, prove_model
 from ckptplan.simulate import simulate_plan
 from ckptplan.training import loss_of
 from tests.chains import declared, flat_texts, mean_square, residual_chain
@@ -218,6 +218,16 @@ MODELS: dict[str, Callable[[], ChainModel]] = {
     "mlp": lambda: MLP(width=32, hidden_widths=[32, 192, 64, 128, 48], image_size=8, channels=3, classes=10),
 }
 
+LARGER: dict[str, Callable[[], ChainModel]] = {
+    "gpt 8": lambda: GPT(layers=8, width=64, heads=4, sequence_length=64),
+    "vit 8": lambda: ViT(layers=8, width=64, heads=4, patch_size=4, image_size=32, channels=3, classes=10, dropout=0.1),
+    "resnet 6": lambda: ResNet(blocks=[2, 2, 2], widths=[16, 32, 64], channels=3, classes=10),
+    "unet 7": lambda: UNet(widths=[8, 16, 32, 64], image_size=32, channels=3, classes=10),
+    "mlp 8": lambda: MLP(
+        width=64, hidden_widths=[64, 384, 128, 256, 96, 512, 160, 64], image_size=8, channels=3, classes=10
+    ),
+}
+
 
 def batch_for(model: ChainModel, size: int = 8) -> Batch:
     spec = model.expects
@@ -234,7 +244,7 @@ class Case(NamedTuple):
     loss_fn: Callable[[nn.Module, Any], Tensor]
     profile: ChainProfile
 
-    def prove(self, plan: CheckpointPlan, gradients: bool = True) -> Any:
+    def prove(self, plan: CheckpointPlan, gradients: bool = True) -> StepProof:
         return prove_model(
             self.model,
             plan,
@@ -250,18 +260,18 @@ class Case(NamedTuple):
 @cache
 def case(name: str, autocast: bool) -> Case:
     torch.manual_seed(0)
-    model = MODELS[name]()
+    model = (MODELS | LARGER)[name]()
     batch = batch_for(model)
     loss_fn = lambda m, b: loss_of(m, b, torch.bfloat16 if autocast else None)  # noqa: E731
     blocks = select_blocks(model).blocks
     return Case(model, batch, loss_fn, profile_model(model, blocks, batch, loss_fn, num_warmup=0, num_trials=1))
 
 
-def plans_of(profile: ChainProfile) -> list[CheckpointPlan]:
+def plans_of(profile: ChainProfile, fractions: Sequence[float]) -> list[CheckpointPlan]:
     """One plan for each distinct tree that the planners make over the budgets; the infeasible are left out."""
     found: dict[str, CheckpointPlan] = {}
     for planner in ("none", "all", "uniform", "greedy", "dp"):
-        for fraction in FRACTIONS:
+        for fraction in fractions:
             plan = plan_checkpoints(
                 profile,
                 target_kind="activation_budget_fraction",
@@ -279,8 +289,21 @@ def plans_of(profile: ChainProfile) -> list[CheckpointPlan]:
 @pytest.mark.parametrize("name", list(MODELS))
 def test_every_planners_plan_fits_is_predicted_and_gives_the_same_gradients(name: str, autocast: bool) -> None:
     subject = case(name, autocast)
-    plans = plans_of(subject.profile)
-    proofs = {}
+    plans = plans_of(subject.profile, FRACTIONS)
+    assert len(plans) >= 8
+    require_kept_promises(subject, plans, autocast)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("name", list(LARGER))
+def test_larger_models_and_more_budgets_too(name: str, autocast: bool) -> None:
+    subject = case(name, autocast)
+    require_kept_promises(subject, plans_of(subject.profile, [f / 20 for f in range(6, 20)]), autocast)
+
+
+def require_kept_promises(subject: Case, plans: list[CheckpointPlan], autocast: bool) -> None:
+    proofs: dict[str, StepProof] = {}
     over, off, unequal = [], [], []
     for plan in plans:
         if plan.text not in proofs:
@@ -293,8 +316,9 @@ def test_every_planners_plan_fits_is_predicted_and_gives_the_same_gradients(name
             off.append(f"{where}: predicted {plan.predicted_peak_bytes}, measured {proof.peak_bytes}")
         if not proof.gradients.passed or (not autocast and not proof.gradients.bitwise_equal):
             unequal.append(f"{where}: {proof.gradients.faults}")
+    worst = max(abs(p.predicted_peak_bytes / proofs[p.text].peak_bytes - 1) for p in plans)
+    print(f"{len(plans)} plans, {len(proofs)} measured, worst prediction {worst:.4%}")
     assert (over, off, unequal) == ([], [], []), f"of {len(plans)} plans ({len(proofs)} measured)"
-    assert len(plans) >= 8
 
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "mlp"])

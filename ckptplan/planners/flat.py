@@ -102,12 +102,12 @@ def scaled_values(tables: FlatTables) -> Ints:
     """Per block cost x (blocks + 1) + 1 in integers: sums compare exactly, and equal costs by number of blocks."""
     count = tables.num_blocks + 1
     works = [Fraction(str(work or 0)) for work in tables.work]  # as decimals: 0.1 + 0.2 equals 0.3
-    limit = Fraction(2**59, count)
+    total, limit = sum(works), Fraction(2**59, count)
     unit = Fraction(1)
-    while sum(works) / unit > limit:
+    while total / unit > limit:
         unit *= 10
     if any(work.denominator != 1 for work in works):
-        while sum(works) * 10 / unit <= limit:
+        while total * 10 / unit <= limit:
             unit /= 10
     return np.array([round(work / unit) * count + 1 for work in works], np.int64)
 
@@ -265,9 +265,7 @@ def _bounded(
     if len(bound) <= cap:
         return labels, float("inf")
     chosen = _most_hopeful(bound, cap, problem.tolerance)
-    cut = np.ones(len(bound), bool)
-    cut[chosen] = False
-    return _taken(labels, chosen), float(bound[cut].min(initial=float("inf")))
+    return _taken(labels, np.flatnonzero(chosen)), float(bound[~chosen].min(initial=float("inf")))
 
 
 def _taken(labels: _Stairs, chosen: Ints) -> _Stairs:
@@ -276,21 +274,24 @@ def _taken(labels: _Stairs, chosen: Ints) -> _Stairs:
 
 def _undominated(labels: _Stairs) -> Ints:
     """Positions of the staircase: need rising, value falling; of equal labels the first."""
-    order = np.lexsort((labels.value, labels.need))
+    if not len(labels.need):
+        return np.zeros(0, np.int64)
+    order: Ints = np.argsort(labels.need, kind="stable")  # merges sorted runs, one per way
     value = labels.value[order]
-    lower = np.append(True, value[1:] < np.minimum.accumulate(value)[:-1]) if len(value) else np.zeros(0, bool)
-    positions: Ints = order[lower]
-    return positions
+    order = order[np.append(True, value[1:] < np.minimum.accumulate(value)[:-1])]
+    need = labels.need[order]
+    return order[np.append(need[1:] != need[:-1], True)]
 
 
-def _most_hopeful(bound: Floats, cap: int, tolerance: float) -> Ints:
-    """Positions of the ``cap`` lowest bounds; among equal ones evenly spread; always the label of least need."""
+def _most_hopeful(bound: Floats, cap: int, tolerance: float) -> Bools:
+    """Which labels have the ``cap`` lowest bounds; among equal ones evenly spread; always that of least need."""
     limit = np.partition(bound, cap - 1)[cap - 1]
-    better = np.flatnonzero(bound < limit - tolerance)
+    chosen = bound < limit - tolerance
     equal = np.flatnonzero(np.abs(bound - limit) <= tolerance)
-    room = cap - len(better)
-    spread = equal[np.arange(room) * len(equal) // room]
-    return np.unique(np.concatenate(([0], better, spread)))
+    room = cap - int(chosen.sum())
+    chosen[equal[np.arange(room) * len(equal) // room]] = True
+    chosen[0] = True
+    return chosen
 
 
 def _followed(problem: _Problem, trails: list[list[tuple[NDArray[np.int8], NDArray[np.int32]]]], label: int) -> Bools:

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from ckptplan import planners
 from ckptplan.check import check_plan
 from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError, TimingOnlyProfileError
 from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute
 from ckptplan.planners import PLANNERS, PlannerResult, plan_checkpoints, smallest_reachable
 from ckptplan.planners.heuristic import greedy
-from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
+from ckptplan.simulate import PlanCost
 
 Make = Callable[..., ChainProfile]
 Oracle = Callable[[ChainProfile, str], list[tuple[float, int, int, tuple[bool, ...]]]]
@@ -200,6 +202,19 @@ class TestPlugIns:
         assert caught.value.limited_by == "b2 backward"
 
 
+def test_the_referee_stands_behind_every_result(make_equal: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulator that is off by one byte is found out."""
+    real = planners.simulate_plan
+
+    def off_by_one(*arguments: Any) -> PlanCost:
+        cost = real(*arguments)
+        return dataclasses.replace(cost, peak_bytes=cost.peak_bytes - 1)
+
+    monkeypatch.setattr(planners, "simulate_plan", off_by_one)
+    with pytest.raises(PlanIncompatibleError, match="predicted_peak_bytes is"):
+        _plan(make_equal(3, 100, boundary=1), 250)
+
+
 class TestForcedPlans:
     def test_text_is_judged_like_any_planner(self, make_equal: Make) -> None:
         chain = make_equal(4, 100, boundary=1)
@@ -290,6 +305,18 @@ class TestReasons:
             "kept: its recomputation would itself set the peak, saving nothing",
         ]
         assert [decision.retained_bytes for decision in plan.decisions] == [0, 2 * mib, 2 * mib, 8 * mib]
+
+    def test_a_peak_elsewhere_is_named(self, make_equal: Make) -> None:
+        blocks = make_equal(3, 10).blocks
+        pre = RegionProfile("pre", StageCost(0, 500, 0), output_bytes=(0,))
+        assert {d.reason for d in _plan(ChainProfile(blocks, pre=pre), 500).decisions} == {
+            "kept: the peak is before the blocks, which recomputing this block would not lower"
+        }
+        heavy = dataclasses.replace(blocks[0], keep=StageCost(0, 10, 700), recompute=StageCost(0, 10, 700))
+        plan = _plan([heavy, *blocks[1:]], 700)
+        assert (
+            plan.decisions[2].reason == "kept: the peak is in block 'b0', which recomputing this block would not lower"
+        )
 
     def test_blocks_of_a_segment_name_it(self, make_equal: Make) -> None:
         plan = _plan(make_equal(3, 10), 100, "text", text="K0 R(1 2)")
