@@ -85,6 +85,7 @@ def find_choices(kind: Kind, device: torch.device, memory: str, synchronize: Syn
     proposed = propose_keep_sets(operators)
     names = [tuple(operators.name_of(v) for v in keep_set.kept) for keep_set in proposed]
     measured = [(_measured(kind, n, device, memory), s) for n, s in zip(names, proposed, strict=True)]
+    measured = [pair for pair in measured if _saves_bytes(pair[0], kind)]
     chosen = _spread([pair for pair in measured if not _is_beaten(pair, measured)])
     return Choices(operators.sequence_hash, [choice for choice, _ in chosen])
 
@@ -157,6 +158,18 @@ def _measured(kind: Kind, saved_ops: tuple[str, ...], device: torch.device, memo
         cost = replace(cost, backward_peak_sharing_input_bytes=shared_bytes)
     assert kind.backward_flops is not None, "a kind's own FLOPs are measured before its options"
     return Choice(kind, saved_ops, cost, stage_flops(forward)[1] - kind.backward_flops)
+
+
+def _saves_bytes(choice: Choice, kind: Kind) -> bool:
+    """Whether it holds or peaks at less than keeping everything."""
+    kept = kind.keep
+    assert kept is not None, "a kind's kept run is measured before its options"
+    everything = Choice(kind, (), kept, 0)
+    return (
+        choice.retained_bytes < everything.retained_bytes
+        or choice.cost.backward_peak_bytes < kept.backward_peak_bytes
+        or sum(choice.cost.keeps_input) < sum(kept.keeps_input)
+    )
 
 
 def _figures(pair: tuple[Choice, KeepSet]) -> tuple[float, ...]:

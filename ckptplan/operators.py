@@ -218,13 +218,15 @@ def why_not_replayed(module: nn.Module, run_block: RunBlock) -> str | None:
     plain autograd's, bit by bit; where they differ, the saved tensor that is rebuilt differently is named.
     """
     start = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    checker = _Checker()
-    output = run_block(lambda *args, **kwargs: _checked(checker, module, args, kwargs))
-    del output
-    if checker.fault is not None:
-        return checker.fault
     plain = _results(module, start, run_block, module)
-    again = _results(module, start, run_block, lambda *args, **kwargs: run_replayed(module, (), *args, **kwargs))
+    checker = _Checker()
+    try:
+        run_block(lambda *args, **kwargs: _checked(checker, module, args, kwargs))
+        if checker.fault is not None:
+            return checker.fault
+        again = _results(module, start, run_block, lambda *args, **kwargs: run_replayed(module, (), *args, **kwargs))
+    except Exception as error:  # whatever it is: plain, the block ran
+        return f"it does not run under a record: {type(error).__name__}: {error}"
     if all(_same_bits(a, b) for a, b in zip(plain, again, strict=True)):
         return None  # a saved tensor may differ in bytes that nobody reads (the workspace of an LSTM)
     differs = "outputs, gradients, buffers or random stream of a replay differ from plain autograd's"

@@ -126,7 +126,10 @@ class _Problem:
     def _solved(
         self, costs: NDArray[np.float64], upper: NDArray[np.float64], budget_bytes: int | None
     ) -> tuple[int, ...] | None:
-        from scipy.optimize import Bounds, LinearConstraint, milp
+        try:
+            from scipy.optimize import Bounds, LinearConstraint, milp
+        except ImportError as error:
+            raise ImportError("finding selective options needs scipy; install it (pip install 'ckptplan[selective]')") from error
 
         constraints: list[Any] = [LinearConstraint(self.rows, self.least, np.inf)] if len(self.rows) else []
         if budget_bytes is not None and self.sizes:

@@ -382,7 +382,7 @@ class Recorder(TorchDispatchMode):
         for tensor in written:
             storage = tensor.untyped_storage()
             if id(storage) not in changed:
-                after = self._rewritten(table[id(storage)], operation, about, tensor)
+                after = self._rewritten(self.current(tensor), operation, about, tensor)
                 changed[id(storage)] = table[id(storage)] = after
         for position, tensor in enumerate(results):
             if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):

@@ -232,3 +232,18 @@ def test_an_operator_that_gives_another_result_the_second_time_is_named() -> Non
 
     # replayed, full_like has the same number; run anew by the gate, the block is another one each time
     assert "differ from plain autograd's" in refused(Counts.apply)
+
+
+def test_a_block_that_does_not_run_under_a_record_is_refused_and_one_that_never_runs_raises() -> None:
+    def no_modes(x: Tensor) -> Tensor:
+        if torch._C._len_torch_dispatch_stack():
+            raise NotImplementedError("no rule for this operator")
+        return x.tanh()
+
+    assert refused(no_modes) == "it does not run under a record: NotImplementedError: no rule for this operator"
+
+    def broken(x: Tensor) -> Tensor:
+        raise ZeroDivisionError("always")
+
+    with pytest.raises(ZeroDivisionError):
+        refused(broken)

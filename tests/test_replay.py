@@ -469,6 +469,17 @@ def make_fake(block: nn.Module, mode: Any) -> nn.Module:
     return block
 
 
+def test_memory_exchanged_under_a_tensor_is_kept() -> None:
+    def exchanged(t: Tensor) -> Tensor:
+        scratch = torch.zeros(5)
+        scratch.set_(torch.full((5,), 3.0))
+        return t.exp() * scratch
+
+    x = torch.randn(5, requires_grad=True)
+    (found,) = torch.autograd.grad(run_replayed(exchanged, (), x * 1.0).sum(), x)
+    assert torch.equal(found, 3.0 * x.detach().exp())
+
+
 def test_tensors_of_a_subclass_are_kept_as_they_are() -> None:
     class Marked(torch.Tensor):
         pass
