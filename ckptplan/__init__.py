@@ -26,9 +26,9 @@ if TYPE_CHECKING:
         UnsupportedPlanVersionError,
     )
     from ckptplan.measure import profile_blocks, profile_model
-    from ckptplan.plan import CheckpointDecision, CheckpointPlan, Keep, Recompute
+    from ckptplan.plan import CheckpointDecision, CheckpointPlan, Keep, Recompute, Selective
     from ckptplan.planners import plan_checkpoints
-    from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
+    from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, SelectiveOption, StageCost
     from ckptplan.simulate import PlanCost, simulate_plan
     from ckptplan.validate import validate_plan
 

@@ -129,7 +129,9 @@ class _Problem:
         try:
             from scipy.optimize import Bounds, LinearConstraint, milp
         except ImportError as error:
-            raise ImportError("finding selective options needs scipy; install it (pip install 'ckptplan[selective]')") from error
+            raise ImportError(
+                "finding selective options needs scipy; install it (pip install 'ckptplan[selective]')"
+            ) from error
 
         constraints: list[Any] = [LinearConstraint(self.rows, self.least, np.inf)] if len(self.rows) else []
         if budget_bytes is not None and self.sizes:

@@ -282,7 +282,7 @@ class Recorder(TorchDispatchMode):
                 # Only now: below autograd an alias has a counter of its own, and a write in place counts up
                 # only after its operator has returned.
                 contents.tensor = contents.tensor.detach()
-                contents.version = contents.tensor._version
+                contents.version = None if contents.tensor.is_inference() else contents.tensor._version
                 contents.operation = None
         self._table.clear()
 
@@ -316,12 +316,13 @@ class Recorder(TorchDispatchMode):
         operation = Operation(self._count, func, about.name, nth)
         self._count += 1
         written = _written(about, args, kwargs) if about.written else []
+        self._is_foreign = False
         self._describe(operation, about, args, kwargs, written)
+        is_foreign = self._is_foreign
         if about.is_random:
             out = self._run_random(operation, args, kwargs)
         else:
             out = func(*args, **kwargs)
-        is_foreign, self._is_foreign = self._is_foreign, False
         self.note(None if is_foreign else operation, about, nth, out, written)
         return out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import gc
 import random
 import threading
@@ -467,6 +468,26 @@ def make_fake(block: nn.Module, mode: Any) -> nn.Module:
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(mode.from_tensor(parameter))
     return block
+
+
+def test_constants_made_in_inference_mode_are_read() -> None:
+    with torch.inference_mode():
+        table = torch.full((5,), 2.0)
+    x = torch.randn(5, requires_grad=True)
+    (found,) = torch.autograd.grad(run_replayed(lambda t: (t.exp() + table).tanh(), (), x).sum(), x)
+    assert torch.equal(found, torch.autograd.grad((x.exp() + 2.0).tanh().sum(), x)[0])
+
+
+def test_an_operator_that_fails_and_is_caught_leaves_the_record_right() -> None:
+    def tries(t: Tensor) -> Tensor:
+        y = t.exp()
+        with contextlib.suppress(RuntimeError):
+            y.add_(torch.ones(3))
+        return y.tanh() * y
+
+    x = torch.randn(5, requires_grad=True)
+    (found,) = torch.autograd.grad(run_replayed(tries, [Output("exp", 0)], x * 1.0).sum(), x)
+    assert torch.equal(found, torch.autograd.grad(tries(x * 1.0).sum(), x)[0])
 
 
 def test_memory_exchanged_under_a_tensor_is_kept() -> None:
