@@ -337,6 +337,24 @@ def test_the_least_reachable_peak_is_that_of_brute_force_over_measured_plans(nam
     assert measured[plan.text] == pytest.approx(least, rel=0.01)
 
 
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_users_own_autocast_is_predicted_with_and_without_its_cache(cache: bool) -> None:
+    torch.manual_seed(0)
+    model = MODELS["gpt"]()
+    batch = batch_for(model)
+
+    def loss_fn(module: nn.Module, given: Batch) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+            return nn.functional.cross_entropy(module(given.inputs).flatten(0, 1), given.targets.flatten())
+
+    profile = profile_model(model, select_blocks(model).blocks, batch, loss_fn, num_warmup=0, num_trials=1)
+    own = Case(model, batch, loss_fn, profile)
+    for text in ("K0 K1 K2 K3", "R(0) R(1) R(2) K3", "R(0) R(1) R(2) R(3)", "R(0 1) R(2 3)"):
+        proof = own.prove(CheckpointPlan.from_text(text, profile))
+        assert simulate_plan(profile, parse_plan_text(text)).peak_bytes == pytest.approx(proof.peak_bytes, rel=0.001)
+        assert proof.gradients.bitwise_equal
+
+
 SEGMENTS = (
     "R(0 1) K2 K3",
     "R(0 1 2 3)",
