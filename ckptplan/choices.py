@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ckptplan.graph import Output
-from ckptplan.kinds import Kind, block_forward, settled_bytes
+from ckptplan.kinds import Kind, block_forward, settled_bytes, with_loss
 from ckptplan.memory import make_meter
 from ckptplan.operators import RunBlock, trace_operators, why_not_replayed
 from ckptplan.options import KeepSet, propose_keep_sets
@@ -72,19 +72,29 @@ class Choices:
         )
 
 
-def find_choices(kind: Kind, device: torch.device, memory: str, synchronize: Synchronize) -> Choices:
+@dataclass(frozen=True)
+class Measuring:
+    """How stages are measured; ``held_bytes`` (the loss and its gradient) stand in every backward."""
+
+    device: torch.device
+    memory: str
+    synchronize: Synchronize
+    held_bytes: int = 0
+
+
+def find_choices(kind: Kind, how: Measuring) -> Choices:
     """The options of a kind whose kept run was measured: those that no other one beats in bytes and in FLOPs."""
     if not kind.differentiable:
         return Choices(refused="no gradient flows through its output, so it saves nothing")
-    run_block = _run_block(kind, device)
-    with random_state_restored(device):
+    run_block = _run_block(kind, how.device)
+    with random_state_restored(how.device):
         refused = why_not_replayed(kind.module, run_block)
         if refused is not None:
             return Choices(refused=refused)
-        operators = trace_operators(kind.module, run_block, synchronize)
+        operators = trace_operators(kind.module, run_block, how.synchronize)
     proposed = propose_keep_sets(operators)
     names = [tuple(operators.name_of(v) for v in keep_set.kept) for keep_set in proposed]
-    measured = [(_measured(kind, n, device, memory), s) for n, s in zip(names, proposed, strict=True)]
+    measured = [(_measured(kind, n, how), s) for n, s in zip(names, proposed, strict=True)]
     measured = [pair for pair in measured if _saves_bytes(pair[0], kind)]
     chosen = _spread([pair for pair in measured if not _is_beaten(pair, measured)])
     return Choices(operators.sequence_hash, [choice for choice, _ in chosen])
@@ -136,28 +146,28 @@ def _run_block(kind: Kind, device: torch.device) -> RunBlock:
     return run
 
 
-def same_choices(kind: Kind, other: Choices, device: torch.device, memory: str) -> Choices:
+def same_choices(kind: Kind, other: Choices, how: Measuring) -> Choices:
     """The ways of another kind that computes the same (the first block of a chain, whose input wants no gradient).
 
     Their bytes and FLOPs are this kind's own; their times are shared.
     """
     if not kind.differentiable:
         return Choices(refused="no gradient flows through its output, so it saves nothing")
-    found = [_measured(kind, choice.saved_ops, device, memory) for choice in other.found]
+    found = [_measured(kind, choice.saved_ops, how) for choice in other.found]
     for choice, timed in zip(found, other.found, strict=True):
         choice.rebuilding_ms = timed.rebuilding_ms
     return Choices(other.sequence_hash, found, other.refused, other.recording_ms)
 
 
-def _measured(kind: Kind, saved_ops: tuple[str, ...], device: torch.device, memory: str) -> Choice:
+def _measured(kind: Kind, saved_ops: tuple[str, ...], how: Measuring) -> Choice:
     kept = [Output.of(name) for name in saved_ops]
-    forward = block_forward(kind, device, None, functools.partial(run_replayed, kind.module, kept))
-    cost = settled_bytes(forward, device, memory)
-    shared_bytes = backward_peak_with_inputs_held(forward, make_meter(device, memory))
+    forward = block_forward(kind, how.device, None, functools.partial(run_replayed, kind.module, kept))
+    cost = settled_bytes(forward, how.device, how.memory)
+    shared_bytes = backward_peak_with_inputs_held(forward, make_meter(how.device, how.memory))
     if any(cost.keeps_input) and shared_bytes != cost.backward_peak_bytes:
         cost = replace(cost, backward_peak_sharing_input_bytes=shared_bytes)
     assert kind.backward_flops is not None, "a kind's own FLOPs are measured before its options"
-    return Choice(kind, saved_ops, cost, stage_flops(forward)[1] - kind.backward_flops)
+    return Choice(kind, saved_ops, with_loss(cost, how.held_bytes), stage_flops(forward)[1] - kind.backward_flops)
 
 
 def _saves_bytes(choice: Choice, kind: Kind) -> bool:

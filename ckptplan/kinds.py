@@ -149,9 +149,7 @@ def measure_bytes_and_flops(kind: Kind, device: torch.device, memory: str) -> No
             kind.recompute = settled_bytes(again, device, memory)
 
 
-def with_loss(cost: StageCost | None, held_bytes: int) -> StageCost | None:
-    if cost is None:
-        return None
+def with_loss(cost: StageCost, held_bytes: int) -> StageCost:
     sharing = cost.backward_peak_sharing_input_bytes
     return replace(
         cost,

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ckptplan.blocks import CheckpointableBlock, select_blocks
-from ckptplan.choices import Choices, find_choices, same_choices, time_choices
+from ckptplan.choices import Choices, Measuring, find_choices, same_choices, time_choices
 from ckptplan.discovery import find_blocks
 from ckptplan.errors import NoDifferentiableOutputError
 from ckptplan.kinds import (
@@ -224,42 +224,24 @@ def _measure(
     kinds, keys, handed_back = _examine_backwards(subject, trace, regions.get("post"))
     if trace.has_pre:
         regions["pre"] = pre_forward(subject, len(trace.calls[0].boundary), handed_back)
-    time_keys = dict(
-        zip(keys, (time_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)), strict=True)
-    )
-    if not any(kind.differentiable for kind in kinds.values()):
-        raise NoDifferentiableOutputError(
-            f"no block has an output that a gradient flows through ({', '.join(subject.names)}): nothing is saved "
-            "for backward, so there is nothing to plan. Are all parameters frozen?",
-            subject.names,
-        )
-    costs = _region_bytes(regions, subject, memory)
-    for kind in kinds.values():
-        check_stop()
-        measure_bytes_and_flops(kind, subject.device, memory)
-    held = loss_bytes(regions) if memory != "off" else 0
-    for kind in kinds.values():
-        kind.keep, kind.recompute = with_loss(kind.keep, held), with_loss(kind.recompute, held)
-    if "pre" in costs:
-        costs["pre"] = replace(costs["pre"], backward_peak_bytes=costs["pre"].backward_peak_bytes + held)
-    timed: dict[str, Kind] = {}
-    for key, kind in kinds.items():
-        if time_keys[key] not in timed or kind.exclusion_reason is None:
-            timed[time_keys[key]] = kind
-    choices = _find_choices(kinds, time_keys, timed, subject, memory, check_stop) if selective else {}
-    of_timed = {time_keys[key]: choices[key] for key in choices if timed[time_keys[key]] is kinds[key]}
+    _require_gradient(kinds, subject.names)
+    costs = _measure_bytes(kinds, regions, subject, memory, check_stop)
+    time_keys = [time_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)]
+    timed = _timed_kinds(kinds, keys, time_keys)
+    choices: dict[str, Choices] = {}
+    if selective:
+        choices = _find_choices(kinds, dict(zip(keys, time_keys, strict=True)), timed, regions, subject, memory)
+    of_timed = {name: choices[key] for name, kind in timed.items() for key in choices if kinds[key] is kind}
     clocks = _measure_times(timed, regions, of_timed, subject, trials, check_stop)
-    blocks = tuple(
-        _with_choices(
-            _block_profile(subject, order, key, kinds[key], clocks[time_keys[key]], trials, memory),
-            choices.get(key),
-            held,
-        )
-        for order, key in enumerate(keys)
-    )
     first = trace.calls[0]
     return ChainProfile(
-        blocks=blocks,
+        blocks=tuple(
+            _with_choices(
+                _block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory),
+                choices.get(key),
+            )
+            for order, key in enumerate(keys)
+        ),
         pre=_region_profile("before the blocks", "pre", regions, costs, clocks, first.boundary),
         post=_region_profile("head and loss", "post", regions, costs, clocks, ()),
         input_bytes=() if trace.has_pre else (0,) * len(first.boundary),
@@ -268,6 +250,47 @@ def _measure(
         fingerprint=subject.fingerprint,
         environment=_environment(subject.device, first),
     )
+
+
+def _require_gradient(kinds: dict[str, Kind], names: Sequence[str]) -> None:
+    if not any(kind.differentiable for kind in kinds.values()):
+        raise NoDifferentiableOutputError(
+            f"no block has an output that a gradient flows through ({', '.join(names)}): nothing is saved "
+            "for backward, so there is nothing to plan. Are all parameters frozen?",
+            names,
+        )
+
+
+def _measure_bytes(
+    kinds: dict[str, Kind],
+    regions: dict[str, StageForward],
+    subject: Subject,
+    memory: str,
+    check_stop: Callable[[], None],
+) -> dict[str, StageCost]:
+    """Fill in bytes and FLOPs of every kind; returns the bytes of the regions. The loss stands in every backward."""
+    held_bytes = 0 if memory == "off" else loss_bytes(regions)
+    for kind in kinds.values():
+        check_stop()
+        measure_bytes_and_flops(kind, subject.device, memory)
+        kind.keep = kind.keep and with_loss(kind.keep, held_bytes)
+        kind.recompute = kind.recompute and with_loss(kind.recompute, held_bytes)
+    costs = {
+        name: settled_bytes(forward, subject.device, memory) for name, forward in regions.items() if memory != "off"
+    }
+    if "pre" in costs:
+        pre = costs["pre"]
+        costs["pre"] = replace(pre, backward_peak_bytes=pre.backward_peak_bytes + held_bytes)
+    return costs
+
+
+def _timed_kinds(kinds: dict[str, Kind], keys: Sequence[str], time_keys: Sequence[str]) -> dict[str, Kind]:
+    """One kind for each distinct time, one that can be recomputed if there is such."""
+    timed: dict[str, Kind] = {}
+    for key, name in zip(keys, time_keys, strict=True):
+        if name not in timed or kinds[key].exclusion_reason is None:
+            timed[name] = kinds[key]
+    return timed
 
 
 def _examine_backwards(
@@ -293,35 +316,26 @@ def _find_choices(
     kinds: dict[str, Kind],
     time_keys: dict[str, str],
     timed: dict[str, Kind],
+    regions: dict[str, StageForward],
     subject: Subject,
     memory: str,
-    check_stop: Callable[[], None],
 ) -> dict[str, Choices]:
     """What to keep inside each kind; kinds that share their times share their options."""
+    how = Measuring(subject.device, memory, subject.synchronize, loss_bytes(regions))
     found: dict[str, Choices] = {}
     for time_of, example in timed.items():
-        check_stop()
-        first = find_choices(example, subject.device, memory, subject.synchronize)
+        first = find_choices(example, how)
         for key, kind in kinds.items():
             if time_keys[key] == time_of:
-                found[key] = first if kind is example else same_choices(kind, first, subject.device, memory)
+                found[key] = first if kind is example else same_choices(kind, first, how)
     return found
 
 
-def _with_choices(block: BlockProfile, choices: Choices | None, held_bytes: int) -> BlockProfile:
+def _with_choices(block: BlockProfile, choices: Choices | None) -> BlockProfile:
     if choices is None:
         return block
     refused = () if choices.refused is None else (f"not replayed: {choices.refused}",)
-    options = tuple(
-        replace(option, cost=with_loss(option.cost, held_bytes) or option.cost) for option in choices.options()
-    )
-    return replace(block, selective=options, warnings=(*block.warnings, *refused))
-
-
-def _region_bytes(regions: dict[str, StageForward], subject: Subject, memory: str) -> dict[str, StageCost]:
-    return {
-        name: settled_bytes(forward, subject.device, memory) for name, forward in regions.items() if memory != "off"
-    }
+    return replace(block, selective=choices.options(), warnings=(*block.warnings, *refused))
 
 
 def _measure_times(

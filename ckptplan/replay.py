@@ -29,12 +29,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.graph import Output
+from ckptplan.recompute import no_cast_cache
+from ckptplan.trees import tensors_in
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)  # a subclass may be anything; it is kept as it is
 _replaying = threading.RLock()  # backward may run in several threads; an operator is replayed by one of them
 
 
-def run_replayed(call: Callable[..., Any], keep: Iterable[Output], *args: Any, **kwargs: Any) -> Any:
+def run_replayed(call: Callable[..., Any], keep: Iterable[Output], /, *args: Any, **kwargs: Any) -> Any:
     """``call(*args, **kwargs)``; of what autograd saves, only ``keep`` (and what came from outside) stays alive.
 
     Backward rebuilds the rest. ``retain_graph`` and second-order gradients work. An output in ``keep`` that
@@ -51,7 +53,11 @@ def run_replayed(call: Callable[..., Any], keep: Iterable[Output], *args: Any, *
 def run_recorded(recorder: Recorder, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``call(*args, **kwargs)`` under a recorder made for this call."""
     try:
-        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack), recorder:
+        with (
+            no_cast_cache({t.device.type for t in tensors_in((args, kwargs))}),
+            torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
+            recorder,
+        ):
             return call(*args, **kwargs)
     finally:
         recorder.finish()

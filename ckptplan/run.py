@@ -168,7 +168,7 @@ class _Run:
         self.tracker.start(resolved, self.config.name or self.folder.name, self.config.logger.group)
         self.is_started = True
         optimizer = instantiate(self.config.optimizer, "optimizer")(model.parameters())
-        static = self.count_static_bytes(model, optimizer)
+        static = self.count_static_bytes(model, optimizer, batch)
         profile = self.profile(model, selection, batch, runtime)
         plan = self.plan(profile, static)
         if self.config.plan_only:
@@ -213,8 +213,8 @@ class _Run:
         log.info("blocks: %d, from %s%s", len(selection.blocks), selection.source, left)
         return selection
 
-    def count_static_bytes(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StaticBytes:
-        static = static_bytes(model, optimizer)
+    def count_static_bytes(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> StaticBytes:
+        static = static_bytes(model, optimizer, batch)
         self.result.memory.weights_bytes = static.weights_bytes
         self.result.memory.gradients_bytes = static.gradients_bytes
         self.result.memory.optimizer_bytes = static.optimizer_bytes

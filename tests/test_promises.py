@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptplan.apply import apply_plan
+from ckptplan.benchmark import run_benchmark
 from ckptplan.blocks import CheckpointableBlock, select_blocks
 from ckptplan.data import Batch
 from ckptplan.errors import InfeasibleTargetError
@@ -26,6 +27,7 @@ from ckptplan.profiles import ChainProfile
 from ckptplan.proof import StepProof, prove_model
 from ckptplan.simulate import simulate_plan
 from ckptplan.training import loss_of
+from ckptplan.trees import tensors_in
 from tests.chains import declared, flat_texts, mean_square, residual_chain
 from tests.tracker import step_peak
 
@@ -337,6 +339,24 @@ def test_the_least_reachable_peak_is_that_of_brute_force_over_measured_plans(nam
     assert measured[plan.text] == pytest.approx(least, rel=0.01)
 
 
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_users_own_autocast_is_predicted_with_and_without_its_cache(cache: bool) -> None:
+    torch.manual_seed(0)
+    model = MODELS["gpt"]()
+    batch = batch_for(model)
+
+    def loss_fn(module: nn.Module, given: Batch) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+            return nn.functional.cross_entropy(module(given.inputs).flatten(0, 1), given.targets.flatten())
+
+    profile = profile_model(model, select_blocks(model).blocks, batch, loss_fn, num_warmup=0, num_trials=1)
+    own = Case(model, batch, loss_fn, profile)
+    for text in ("K0 K1 K2 K3", "R(0) R(1) R(2) K3", "R(0) R(1) R(2) R(3)", "R(0 1) R(2 3)"):
+        proof = own.prove(CheckpointPlan.from_text(text, profile))
+        assert simulate_plan(profile, parse_plan_text(text)).peak_bytes == pytest.approx(proof.peak_bytes, rel=0.001)
+        assert proof.gradients.bitwise_equal
+
+
 SEGMENTS = (
     "R(0 1) K2 K3",
     "R(0 1 2 3)",
@@ -365,3 +385,66 @@ def test_segments_and_nests_are_predicted_too(name: str) -> None:
         if not proof.gradients.bitwise_equal:
             unequal.append(f"{text}: {proof.gradients.faults}")
     assert (off, unequal) == ([], [])
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(16, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0]
+
+
+class Halves(nn.Module):
+    """Hands on two slices of one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> tuple[Tensor, ...]:
+        return self.inner(x if other is None else torch.cat((x, other), -1)).chunk(2, -1)
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.transpose(0, 1)).relu()
+
+
+ODD: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
+    "recurrent": (lambda: [Recurrent() for _ in range(3)], (8, 32, 16)),
+    "halves": (lambda: [Halves() for _ in range(3)], (256, 16)),
+    "transposed": (lambda: [Transposed() for _ in range(3)], (32, 16, 16)),
+    "in place": (lambda: [nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.GELU()], (256, 16)),
+    "one-dimensional": (lambda: [nn.Conv1d(8, 16, 3), nn.BatchNorm1d(16), nn.MaxPool1d(2)], (4, 8, 128)),
+}
+
+
+@pytest.mark.parametrize("loss", [mean_square, lambda out: sum(t.sum() for t in tensors_in(out))], ids=["mean", "sum"])
+@pytest.mark.parametrize("name", list(ODD))
+def test_odd_chains_are_predicted_too(name: str, loss: Callable[[Any], Tensor]) -> None:
+    make, shape = ODD[name]
+    torch.manual_seed(0)
+    blocks, x = declared(make()), torch.randn(shape)
+    target = (lambda out: loss(torch.cat(out, -1))) if name == "halves" else loss
+    profile = profile_blocks(blocks, (x,), device="cpu", num_warmup=0, num_trials=1, make_target=target)
+    all_that_can = " ".join(f"R({i})" if b.eligible_for_checkpoint else f"K{i}" for i, b in enumerate(profile))
+    for text in {flat_texts(len(blocks))[0], all_that_can}:
+        result = run_benchmark(
+            blocks,
+            CheckpointPlan.from_text(text, profile),
+            (x,),
+            None,
+            target,
+            device="cpu",
+            num_warmup=0,
+            num_trials=1,
+        )
+        predicted = simulate_plan(profile, parse_plan_text(text)).peak_bytes
+        assert predicted == pytest.approx(result.activation_peak_bytes, abs=8)
+        assert result.bitwise_equal
