@@ -263,7 +263,7 @@ class Recorder(TorchDispatchMode):
     def unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, View):
             return saved
-        with self.paused(), _replaying:  # paused: a backward may run inside the block's forward
+        with _replaying, self.paused():  # paused: a backward may run inside the block's forward
             base = _rebuilt(saved.contents)
             saved.contents.is_shared = True
             return saved.on(base)

@@ -274,13 +274,24 @@ def test_simulator_and_referee_agree_on_random_plans_with_options(seed: int) -> 
 # Real blocks ---------------------------------------------------------------------------------------------------------
 
 
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return loss_of(model, batch)
+
+
+def loss_under_autocast(model: nn.Module, batch: Any) -> torch.Tensor:
+    return loss_of(model, batch, torch.bfloat16)
+
+
+LOSSES = {"float32": loss, "bf16": loss_under_autocast}
+
+
 @cache
-def measured(name: str) -> tuple[nn.Module, Any, ChainProfile]:
+def measured(name: str, precision: str = "float32") -> tuple[nn.Module, Any, ChainProfile]:
     torch.manual_seed(0)
     model = MODELS[name]()
     batch = batch_for(model)
     blocks = select_blocks(model).blocks
-    profile = profile_model(model, blocks, batch, loss_of, num_warmup=0, num_trials=1, selective=True)
+    profile = profile_model(model, blocks, batch, LOSSES[precision], num_warmup=0, num_trials=1, selective=True)
     return model, batch, profile
 
 
@@ -292,15 +303,19 @@ def random_text(profile: ChainProfile, stream: random.Random) -> str:
     return " ".join(nodes)
 
 
+@pytest.mark.parametrize("precision", list(LOSSES))
 @pytest.mark.parametrize("name", list(MODELS))
-def test_peaks_of_plans_with_options_are_predicted_to_the_byte_and_gradients_are_equal(name: str) -> None:
-    model, batch, profile = measured(name)
+def test_peaks_of_plans_with_options_are_predicted_to_the_byte_and_gradients_are_equal(
+    name: str, precision: str
+) -> None:
+    model, batch, profile = measured(name, precision)
     assert all(one.selective for one in profile), [one.warnings for one in profile]
     stream = random.Random(name)
     off, unequal = [], []
     for _ in range(4):
         plan = CheckpointPlan.from_text(random_text(profile, stream), profile)
-        proof = prove_model(model, plan, batch, loss_of, device=CPU, trials=Trials(0, 1), time_steps=False)
+        step = LOSSES[precision]
+        proof = prove_model(model, plan, batch, step, device=CPU, trials=Trials(0, 1), time_steps=False)
         predicted = simulate_plan(profile, plan).peak_bytes
         if predicted != proof.peak_bytes:
             off.append(f"{plan.text}: predicted {predicted}, measured {proof.peak_bytes}")
