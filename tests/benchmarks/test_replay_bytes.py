@@ -94,12 +94,15 @@ def by_selective_checkpointing(block: nn.Module, inputs: list[Tensor], counted: 
 
 
 def by_compiler(block: nn.Module, inputs: list[Tensor], flops: int) -> Figures | None:
-    """The fewest bytes over its budgets at FLOPs no higher than plain autograd's.
+    """The fewest bytes over its budgets at FLOPs no higher than plain autograd's; None where it breaks the graph.
 
     A compiled module runs eagerly under a dispatch mode, so its bytes are those of the tensors that its graph saves
     (the backward's peak is the CPU allocator's), and its FLOPs are counted inside its graphs.
     """
-    found = [_compiled_at(budget, block, inputs) for budget in BUDGETS]
+    try:
+        found = [_compiled_at(budget, block, inputs) for budget in BUDGETS]
+    except torch._dynamo.exc.Unsupported:
+        found = []
     torch._dynamo.reset()
     return min((f for f in found if f.flops <= flops), key=lambda f: f.kept_bytes, default=None)
 
@@ -133,7 +136,7 @@ def _compiled_at(budget: float, block: nn.Module, inputs: list[Tensor]) -> Figur
             partition_fn=min_cut_rematerialization_partition,
             decompositions=default_decompositions,
         )
-        compiled = torch.compile(block, backend=backend)
+        compiled = torch.compile(block, backend=backend, fullgraph=True)
         time_stage(forward, lambda: None)  # compiles
         total = 0
         time_stage(forward, lambda: None)
