@@ -91,15 +91,13 @@ class OptionChain:
         return float(value / self.runs_scale * self.unit)
 
     def value_of(self, nodes: Sequence[PlanNode]) -> int:
-        """The value of a plan of blocks kept and recomputed; other nodes are looked up among the options."""
+        """The value of a plan over this chain's options."""
         return sum(self._value(node) for node in nodes)
 
     def _value(self, node: PlanNode) -> int:
-        if isinstance(node, Keep):
-            return 0
         if isinstance(node, Recompute):
             return self._replay(node)
-        raise TypeError(f"{node!r} has no value here")
+        return next(o.value for o in self.blocks[node.block].options if o.node(node.block) == node)
 
     def _replay(self, node: Recompute) -> int:
         *leading, last = node.children
@@ -221,8 +219,8 @@ def spread(flags: tuple[bool, ...], count: int) -> tuple[bool, ...]:
 def flat_stages(chain: OptionChain, *, relaxed: bool = False) -> Stages:
     """The state machine of flat plans, for the search of ``flat.py``.
 
-    ``relaxed``: a recomputed block takes no bytes at all and costs the least that any recomputation of it costs.
-    Every plan, nested as it may be, fits wherever it fits as such a flat one, and costs no less: a lower bound.
+    ``relaxed``: a recomputed block takes no bytes at all and costs the least that any recomputation of it costs. A
+    plan of any shape, read as such a flat one, needs no more bytes and costs no more: a lower bound on all plans.
     """
     stages: list[list[tuple[StageCost, int]]] = [[(chain.pre[0], 0)]] if chain.pre else []
     outputs = [chain.pre[1]] if chain.pre else []

@@ -29,6 +29,10 @@ from ckptplan.profiles import StageCost
 Trim = Callable[[int, Stairs], Stairs]
 
 
+class TooManyCornersError(Exception):
+    """The staircases grew beyond what the caller allows."""
+
+
 class Span(NamedTuple):
     """What does not depend on the plan inside a segment.
 
@@ -93,6 +97,9 @@ class Way(NamedTuple):
         return total
 
 
+_NO_LIMIT = 2**62
+
+
 class Stretches:
     """The staircases of one chain within limits; each is made when it is first asked for.
 
@@ -102,6 +109,7 @@ class Stretches:
         grain: values closer than this may be merged; 0: none are.
         optimistic: merge downwards, so that no plan lies below the result.
         longest: most blocks in a segment.
+        most_corners: of all staircases that are merged; beyond it ``TooManyCornersError`` is raised.
         trim: leaves out corners of ``behind(p, ...)`` that can lead to no plan worth having.
     """
 
@@ -114,12 +122,14 @@ class Stretches:
         grain: int = 0,
         optimistic: bool = False,
         longest: int | None = None,
+        most_corners: int | None = None,
         trim: Trim | None = None,
     ) -> None:
         self.chain, self.most_bytes, self.slack = chain, most_bytes, slack
         self.grain, self.optimistic = grain, optimistic
         self.longest = len(chain) if longest is None else longest
         self._trim = trim
+        self._corners_left = _NO_LIMIT if most_corners is None else most_corners
         self.num_merged = 0
         self._numbers: dict[tuple[int, int], int] = {}
         self._kind_runs: list[list[int]] = [[] for _ in chain.blocks]
@@ -179,7 +189,7 @@ class Stretches:
                 self._behind[key] = single(need, 0)
             else:
                 parts = [way.stairs() for way in self._ways_behind(first, loads)]
-                stairs = lowest(parts, self.most_bytes, _NO_LIMIT)
+                stairs = self._lowest(parts, _NO_LIMIT)
                 if self._trim is not None:
                     stairs = self._trim(first, stairs)
                 self._behind[key] = self._coarsened(stairs)
@@ -199,7 +209,13 @@ class Stretches:
 
     def _limited(self, first: int, last: int, parts: list[Stairs]) -> Stairs:
         least = self.span(first, last).least
-        return self._coarsened(lowest(parts, self.most_bytes, min(least + self.slack, _NO_LIMIT)))
+        return self._coarsened(self._lowest(parts, min(least + self.slack, _NO_LIMIT)))
+
+    def _lowest(self, parts: list[Stairs], most_value: int) -> Stairs:
+        self._corners_left -= sum(len(part.need) for part in parts)
+        if self._corners_left < 0:
+            raise TooManyCornersError
+        return lowest(parts, self.most_bytes, most_value)
 
     def _coarsened(self, stairs: Stairs) -> Stairs:
         merged = coarsened(stairs, self.grain, optimistic=self.optimistic)
@@ -341,9 +357,6 @@ class Stretches:
 
     def _may_recompute(self, first: int, last: int) -> bool:
         return self.span(first, last).eligible and self.chain.blocks[last].gradient is not None
-
-
-_NO_LIMIT = 2**62
 
 
 def _bare_forward(block: Block) -> int:
