@@ -28,7 +28,7 @@ from ckptplan.planners.stretches import Stretches, TooManyCornersError
 from ckptplan.planners.tables import FlatTables, PlannerResult
 from ckptplan.profiles import ChainProfile, CostKind, MemoryModel
 
-GRAINS = (64, 1024, 0)  # values told apart within the range of interest, in turn; 0: all of them
+GRAINS = (64, 256, 1024, 0)  # values told apart within the range of interest, in turn; 0: all of them
 MOST_CORNERS = 30_000_000  # of staircases merged in one pass: some 3 s
 MOST_WAYS = 200_000  # pairs of staircases added in one pass: some 4 s
 _LABELS = 512
