@@ -7,6 +7,7 @@ reversibly. Both run the tree of the plan: a kept block is called; a recomputed 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -129,9 +130,10 @@ class checkpointed:
             members = blocks_of([node])
             if isinstance(node, Keep):
                 continue
-            self.blocks[members[0]].module.forward = self._first_forward(node)
+            segment = _Segment([self.blocks[member].block_id for member in members])
+            self._exchange(members[0], self._first_forward(node, segment))
             for member in members[1:]:
-                self.blocks[member].module.forward = _hand_through
+                self._exchange(member, segment.later_forward(self.blocks[member].block_id))
         return self
 
     permanent = __enter__
@@ -144,10 +146,15 @@ class checkpointed:
         for block in self.blocks:
             vars(block.module).pop("forward", None)
 
-    def _first_forward(self, node: PlanNode) -> Callable[..., Any]:
+    def _exchange(self, index: int, forward: Callable[..., Any]) -> None:
+        # code that asks for a block's signature gets the original's
+        self.blocks[index].module.forward = functools.update_wrapper(forward, self._originals[index])
+
+    def _first_forward(self, node: PlanNode, segment: _Segment) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            first = _Arguments(args, kwargs)
-            return run_node(node, first, self._call, self._guards)
+            output = run_node(node, _Arguments(args, kwargs), self._call, self._guards)
+            segment.start(output)
+            return output
 
         return forward
 
@@ -170,14 +177,42 @@ class _Arguments:
     kwargs: dict[str, Any]
 
 
-def _hand_through(*args: Any, **kwargs: Any) -> Any:
-    """Stands for the later blocks of a segment, whose first block ran all of it."""
-    if kwargs:
-        raise PlanIncompatibleError(
-            f"a block inside a recomputed segment is called with keyword arguments ({', '.join(kwargs)}), which its "
-            "segment did not see; use a plan that recomputes block by block"
-        )
-    return args[0] if len(args) == 1 else args
+class _Segment:
+    """The later blocks of a segment, whose first block ran all of it: each hands its output through.
+
+    The output is held until the last of them was called, as the model itself holds it.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.output: Any = None
+
+    def start(self, output: Any) -> None:
+        if len(self.names) > 1:
+            self.output = output
+
+    def later_forward(self, name: str) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = self.output
+            if not _is_called_with(output, args, kwargs):
+                raise PlanIncompatibleError(
+                    f"block {name!r} is not called with exactly what the block before it returned, so it cannot run in "
+                    f"the segment from {self.names[0]!r} to {self.names[-1]!r}, which saw no other arguments; use a "
+                    "plan that recomputes block by block"
+                )
+            if name == self.names[-1]:
+                self.output = None
+            return output
+
+        return forward
+
+
+def _is_called_with(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call's arguments are ``output``, spread as between the blocks of a plain chain."""
+    if isinstance(output, dict):
+        return not args and kwargs.keys() == output.keys() and all(kwargs[key] is output[key] for key in output)
+    given = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+    return not kwargs and len(args) == len(given) and all(a is b for a, b in zip(args, given, strict=True))
 
 
 def _named_blocks(model: nn.Module, plan: CheckpointPlan) -> tuple[CheckpointableBlock, ...]:

@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 from ckptplan.config import RunConfig, config_error
+from ckptplan.errors import PlanIncompatibleError
 from ckptplan.optim import optimizer_state_bytes
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import plan_checkpoints, smallest_reachable
+from ckptplan.planners.budgets import budget_for
 from ckptplan.profiles import ChainProfile
+from ckptplan.simulate import no_checkpoint_peak
 
 # Share of a CUDA budget left to what the allocator's statistics do not show between stages. Stated in
 # result.json; not calibrated on a device yet. On a CPU measured bytes are exact, so nothing is taken off.
@@ -62,13 +65,15 @@ def plan_for_budget(profile: ChainProfile, config: RunConfig, static: StaticByte
 
     Raises:
         InfeasibleTargetError: no plan of the planner's kind fits.
-        ConfigError: a device budget that the weights, gradients and optimizer state alone exceed.
+        ConfigError: a device budget that the weights, gradients and optimizer state alone exceed; a plan of the
+            user's that is none for this model; an option that the planner does not have.
     """
     kind, value, options = _target(config, static, device)
     margin = 0
-    if device.type == "cuda" and kind == "activation_budget_bytes":
-        margin = int(int(value) * CUDA_MARGIN)
-        value = int(value) - margin
+    if device.type == "cuda" and kind != "max_slowdown":
+        budget = budget_for(kind, value, no_checkpoint_peak(profile)) - options.pop("static_bytes", 0)
+        margin = int(max(budget, 0) * CUDA_MARGIN)
+        kind, value = "activation_budget_bytes", max(budget, 0) - margin
     options.update(config.planner.options)
     if config.planner.text is not None:
         options["text"] = config.planner.text
@@ -76,15 +81,25 @@ def plan_for_budget(profile: ChainProfile, config: RunConfig, static: StaticByte
         options["path"] = config.planner.path
     is_forced = config.planner.name in ("none", "all", "no_checkpoint", "checkpoint_all", "text", "file")
     start_s = time.perf_counter()
-    plan = plan_checkpoints(
-        profile,
-        target_kind=kind,
-        target_value=value,
-        planner=config.planner.name,
-        cost=config.cost,  # type: ignore[arg-type]
-        on_infeasible="best_effort" if is_forced else "raise",
-        **options,
-    )
+    try:
+        plan = plan_checkpoints(
+            profile,
+            target_kind=kind,
+            target_value=value,
+            planner=config.planner.name,
+            cost=config.cost,  # type: ignore[arg-type]
+            on_infeasible="best_effort" if is_forced else "raise",
+            **options,
+        )
+    except PlanIncompatibleError as error:
+        for key, given in (("planner.text", config.planner.text), ("planner.path", config.planner.path)):
+            if given is not None:
+                raise config_error(key, given, str(error)) from error
+        raise
+    except TypeError as error:
+        if not config.planner.options:
+            raise
+        raise config_error("planner.options", config.planner.options, str(error)) from error
     solve_s = time.perf_counter() - start_s
     budget_bytes = None if plan.budget_bytes is None else plan.budget_bytes + margin
     return PlannedRun(plan, budget_bytes, margin, smallest_reachable(profile)[0], solve_s)

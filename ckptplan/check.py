@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, blocks_of, recomputed_blocks, tree_faults
-from ckptplan.profiles import BlockProfile, ChainProfile, StageCost, as_chain
+from ckptplan.profiles import BlockProfile, ChainProfile, StageCost, as_chain, recompute_costs, require_memory
 from ckptplan.units import format_bytes
 
 
@@ -24,9 +24,13 @@ def check_plan(
     """Raises ``PlanIncompatibleError`` with every fault at once, or returns None.
 
     Checked: the tree, block ids, eligibility, each predicted number, and the peak against ``budget_bytes``
-    (None: against ``plan.budget_bytes`` where the plan calls itself feasible).
+    (None: against ``plan.budget_bytes`` where the plan calls itself feasible). Raises ``TimingOnlyProfileError`` or
+    ``ValueError`` for a profile that does not hold the figures to judge by.
     """
     chain = as_chain(profiles)
+    require_memory(chain, plan.memory_model)
+    if plan.predicted_cost is not None:
+        recompute_costs(chain, plan.cost_kind)
     faults = tree_faults(plan.nodes, len(chain))
     faults += _id_faults(chain, plan)
     if faults:

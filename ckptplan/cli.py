@@ -10,8 +10,9 @@ import logging
 import os
 import sys
 import traceback
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -46,12 +47,17 @@ def train_main() -> NoReturn:
 
 def sweep_main() -> NoReturn:
     """``python sweep.py``: the sweep of conf/sweep/default.yaml unless another ``sweep=`` is named."""
-    arguments = sys.argv[1:]
-    if not any(argument.startswith("sweep=") for argument in arguments):
-        arguments = ["sweep=default", *arguments]
-        if len(arguments) == 1:
-            print("four planners at five budgets on the small GPT: under 10 minutes on two CPU cores", file=sys.stderr)
-    sys.exit(main(arguments))
+    if len(sys.argv) == 1:
+        print("four planners at five budgets on the small GPT: under 10 minutes on two CPU cores", file=sys.stderr)
+    sys.exit(main(sweep_arguments(sys.argv[1:])))
+
+
+def sweep_arguments(arguments: Sequence[str]) -> list[str]:
+    """Those of ``python train.py`` for the same sweep: with ``-m``, so that lists of values can be typed."""
+    named = any(argument.startswith("sweep=") for argument in arguments)
+    options, _ = _hydra_parser().parse_known_args(list(arguments))
+    flags = [] if _only_asks(options) or options.multirun else ["-m"]
+    return [*flags, *([] if named else ["sweep=default"]), *arguments]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -151,8 +157,9 @@ def _job_folder(*, _root_: DictConfig) -> str:
 def _run_hydra(arguments: list[str]) -> int:
     import hydra
 
+    arguments = overrides_together(arguments)
     options = parse_arguments(arguments)
-    is_run = not (options.help or options.hydra_help or options.cfg or options.info or options.shell_completion)
+    is_run = not _only_asks(options)
     folders = prepare_hydra(reserve_folders=is_run)
     start_folder = str(Path.cwd())
     if start_folder not in sys.path:
@@ -176,11 +183,28 @@ def _run_hydra(arguments: list[str]) -> int:
     return exit_codes[0] if exit_codes else 0
 
 
-def parse_arguments(arguments: Sequence[str]) -> Namespace:
-    """Hydra's own command line; a flag that it does not have is a ``ConfigError``."""
+def _hydra_parser() -> ArgumentParser:
     from hydra._internal.utils import get_args_parser  # the parser that hydra.main uses; pinned by a test
 
-    options, unknown = get_args_parser().parse_known_args(list(arguments))
+    return get_args_parser()
+
+
+def _only_asks(options: Namespace) -> bool:
+    """Whether the command line wants an answer instead of a run."""
+    return bool(options.help or options.hydra_help or options.cfg or options.info or options.shell_completion)
+
+
+def overrides_together(arguments: Sequence[str]) -> list[str]:
+    """``steps=5 -m seed=1,2`` as ``-m steps=5 seed=1,2``: Hydra's parser reads overrides in one row only."""
+    options, unknown = _hydra_parser().parse_known_args(list(arguments))
+    apart = [text for text in unknown if not text.startswith("-")]
+    overrides = {*options.overrides, *apart} if apart else set()
+    return sorted(arguments, key=overrides.__contains__)
+
+
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
+    """Hydra's own command line; a flag that it does not have is a ``ConfigError``."""
+    options, unknown = _hydra_parser().parse_known_args(list(arguments))
     if unknown:
         flag = unknown[0]
         name = flag.lstrip("-")
@@ -226,6 +250,15 @@ def _own_messages(overrides: Sequence[str]) -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException) as error:
         raise explain_hydra(error, overrides) from error
+    except (ValueError, TypeError, AssertionError) as error:  # what Hydra's composition raises on odd overrides
+        if not _raised_in_hydra(error):
+            raise
+        raise ConfigError(f"{' '.join(overrides)}: {error}\n  type: group=option or key=value, see --help") from error
+
+
+def _raised_in_hydra(error: Exception) -> bool:
+    last = list(traceback.walk_tb(error.__traceback__))[-1][0]
+    return str(last.f_globals.get("__name__")).partition(".")[0] == "hydra"
 
 
 def explain_hydra(error: Exception, overrides: Sequence[str]) -> ConfigError:
@@ -284,11 +317,7 @@ def _check_single_run(options: Namespace) -> None:
         overrides.append(f"hydra.searchpath=[{hydra_text(f'file://{folder}')}]")
     conf = str(Path(options.config_path).absolute() if options.config_path else config_folder())
     with hydra.initialize_config_dir(version_base="1.3", config_dir=conf):
-        try:
-            config = hydra.compose(options.config_name or CONFIG_NAME, overrides=overrides, return_hydra_config=True)
-        except (ValueError, TypeError, AssertionError) as error:  # what Hydra's composition raises on odd overrides
-            shown = " ".join(options.overrides)
-            raise ConfigError(f"{shown}: {error}\n  type: group=option or key=value, see --help") from error
+        config = hydra.compose(options.config_name or CONFIG_NAME, overrides=overrides, return_hydra_config=True)
         HydraConfig.instance().set_config(config)
         if str(config.hydra.mode) == "RunMode.MULTIRUN":
             return
@@ -335,6 +364,9 @@ def _job(config: DictConfig) -> int:
     logging.captureWarnings(True)
     try:
         loaded, resolved = load_config(config), resolve(config)
+        if loaded.planner.path is not None:  # it may lead through "latest", which is about to point here
+            path = str(Path(loaded.planner.path).resolve())
+            loaded = replace(loaded, planner=replace(loaded.planner, path=path))
         point_latest_at(folder, Path(loaded.output_dir))
         from ckptplan.run import run_job
 
@@ -361,9 +393,10 @@ def _report(error: CkptplanError, exit_code: int, folder: Path) -> int:
 def point_latest_at(folder: Path, output_dir: Path) -> None:
     """Make ``<output_dir>/latest`` point to ``folder``: a link, or a text file where links cannot be made."""
     latest = output_dir.absolute() / "latest"
+    if not folder.is_relative_to(latest.parent):
+        return  # a run folder given by hand, somewhere else
     aside = latest.with_name(f".latest-{os.getpid()}")
     target = os.path.relpath(folder, latest.parent)
-    latest.parent.mkdir(parents=True, exist_ok=True)
     try:
         aside.symlink_to(target, target_is_directory=True)
     except OSError:

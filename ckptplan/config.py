@@ -102,10 +102,13 @@ class PlannerConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """``kind``: constant, cosine or linear. ``final_factor``: last learning rate as a share of the highest."""
+    """``kind``: constant, cosine or linear. ``final_factor``: last learning rate as a share of the highest.
+
+    ``warmup_steps``: optimizer steps; None: a tenth of ``steps``.
+    """
 
     kind: str = "cosine"
-    warmup_steps: int = 0
+    warmup_steps: int | None = None
     final_factor: float = 0.1
 
 
@@ -435,6 +438,11 @@ def load_config(config: DictConfig | Mapping[str, Any]) -> RunConfig:
     return loaded
 
 
+def config_yaml(resolved: Mapping[str, Any]) -> str:
+    """The resolved config as YAML that reads back to the same values, text with ``${`` in it included."""
+    return OmegaConf.to_yaml(OmegaConf.create(_literal(dict(resolved))))
+
+
 def config_hash(resolved: Mapping[str, Any]) -> str:
     """64 hex digits over what a run computes: the resolved config without ``UNHASHED_KEYS``."""
     hashed = {key: value for key, value in resolved.items() if key not in UNHASHED_KEYS}
@@ -483,7 +491,7 @@ def _check_size(key: str, value: object) -> None:
 # Dotted key -> (fits, what is expected in words, an example). None always fits: it switches the thing off.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str, object]] = {
     "budget_frac": (lambda f: 0 < f <= 1, "0 < f <= 1, a share of the peak without checkpointing", 0.5),
-    "saving_frac": (lambda f: 0 <= f < 1, "0 <= f < 1, the share of the peak without checkpointing to save", 0.5),
+    "saving_frac": (lambda f: 0 < f < 1, "0 < f < 1, the share of the peak without checkpointing to save", 0.5),
     "max_slowdown": (lambda ratio: ratio >= 1, "a ratio of 1 or more", 1.2),
     "seed": (lambda n: 0 <= n < 2**32, "0 to 2**32 - 1", 0),
     "steps": (lambda n: n >= 1, "1 or more", 60),
@@ -492,8 +500,8 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str, object]] = {
     "eval_every": (lambda n: n >= 1, "1 or more, or null", 20),
     "clip_norm": (lambda norm: norm > 0, "a norm above 0, or null for no clipping", 1.0),
     "runtime.threads": (lambda n: n >= 1, "1 or more, or null", 2),
-    "scheduler.warmup_steps": (lambda n: n >= 0, "0 or more", 10),
-    "scheduler.final_factor": (lambda factor: factor >= 0, "0 or more", 0.1),
+    "scheduler.warmup_steps": (lambda n: n >= 0, "0 or more, or null", 10),
+    "scheduler.final_factor": (lambda factor: 0 <= factor <= 1, "0 to 1, a share of the highest rate", 0.1),
     "profile.num_warmup": (lambda n: n >= 0, "0 or more", 2),
     "profile.num_trials": (lambda n: n >= 1, "1 or more", 5),
     "proof.latency_trials": (lambda n: n >= 0, "0 or more", 5),
@@ -509,6 +517,10 @@ def _check_ranges(config: RunConfig) -> None:
             value = getattr(value, part)
         if value is not None and not (math.isfinite(value) and fits(value)):
             raise config_error(key, value, f"out of range; expected {expected}", remedy=f"{key}={example}")
+    warmup = config.scheduler.warmup_steps
+    if warmup is not None and warmup > config.steps:
+        remedy = f"scheduler.warmup_steps={config.steps // 10}"
+        raise config_error("scheduler.warmup_steps", warmup, f"more than steps={config.steps}", remedy=remedy)
 
 
 def _check_choices(config: RunConfig) -> None:

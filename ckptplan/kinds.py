@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,16 @@ from ckptplan.memory import make_meter
 from ckptplan.observe import Observation, observe
 from ckptplan.profiles import StageCost
 from ckptplan.recompute import Guards, buffer_slots, run_recomputed
-from ckptplan.stages import Mark, StageForward, StageRun, stage_bytes, stage_flops, time_stage
+from ckptplan.stages import (
+    GradientLayout,
+    Mark,
+    StageForward,
+    StageRun,
+    gradients_handed_back,
+    stage_bytes,
+    stage_flops,
+    time_stage,
+)
 from ckptplan.trace import BlockCall, autocast_as, value_signature
 from ckptplan.trees import distinct_storages, storage_key, tensors_in
 
@@ -32,6 +41,8 @@ class Kind:
     output_is_input: tuple[int | None, ...]
     output_gradient_bytes: int
     differentiable: bool
+    arriving: GradientLayout | None = None  # how the next stage hands back the gradients of the output
+    handed_back: GradientLayout = field(default_factory=dict)
     keep: StageCost | None = None
     recompute: StageCost | None = None
     forward_flops: int | None = None
@@ -50,8 +61,12 @@ class Kind:
         return Guards(self.observation.draws_random, buffer_slots(self.module, names) if names else ())
 
 
-def kind_key(module: nn.Module, call: BlockCall) -> str:
-    text = f"{describe_module(module, exact=True)}|{call.signature}|{call.autocast}"
+def kind_key(module: nn.Module, call: BlockCall, arriving: GradientLayout | None) -> str:
+    """Equal for blocks that do the same with the same memory; gradients that fill storages of their own are usual."""
+    count = len({id(t) for t in tensors_in(call.output) if t.requires_grad})
+    is_usual = arriving is None or (len(arriving) == count and not any(arriving.values()))
+    gradients = "" if is_usual else repr(sorted((arriving or {}).items()))
+    text = f"{describe_module(module, exact=True)}|{call.signature}|{call.autocast}|{gradients}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -64,7 +79,7 @@ def time_key(module: nn.Module, call: BlockCall) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def examine(module: nn.Module, call: BlockCall, device: torch.device) -> Kind:
+def examine(module: nn.Module, call: BlockCall, device: torch.device, arriving: GradientLayout | None) -> Kind:
     def run(*args: Any, **kwargs: Any) -> Any:
         with autocast_as(device, call.autocast):
             return module(*args, **kwargs)
@@ -77,16 +92,26 @@ def examine(module: nn.Module, call: BlockCall, device: torch.device) -> Kind:
     outside = {storage_key(t) for t in (*tensors_in((args, kwargs)), *module.parameters(), *module.buffers())}
     is_input = tuple(inputs.index(storage_key(t)) if storage_key(t) in inputs else None for t in storages)
     own = [i is None and storage_key(t) not in outside for i, t in zip(is_input, storages, strict=True)]
-    with_gradient = {id(t): t.numel() * t.element_size() for t in outputs if t.requires_grad}
-    return Kind(
+    kind = Kind(
         module=module,
         call=call,
         observation=observation,
         output_bytes=tuple(t.untyped_storage().nbytes() if o else 0 for t, o in zip(storages, own, strict=True)),
         output_is_input=is_input,
-        output_gradient_bytes=sum(with_gradient.values()),
-        differentiable=bool(with_gradient),
+        output_gradient_bytes=_gradient_bytes(outputs, arriving),
+        differentiable=any(t.requires_grad for t in outputs),
+        arriving=arriving,
     )
+    kind.handed_back = gradients_handed_back(block_forward(kind, device, None))
+    return kind
+
+
+def _gradient_bytes(outputs: list[torch.Tensor], arriving: GradientLayout | None) -> int:
+    distinct = list({id(t): t for t in outputs}.values())
+    layout = arriving or dict.fromkeys(range(len(distinct)))
+    present = [(layout[i], t) for i, t in enumerate(distinct) if t.requires_grad and i in layout]
+    shared = {g.storage: g.storage_bytes for g, _ in present if g is not None}
+    return sum(shared.values()) + sum(t.numel() * t.element_size() for g, t in present if g is None)
 
 
 def block_forward(kind: Kind, device: torch.device, guards: Guards | None, call: Any = None) -> StageForward:
@@ -94,14 +119,15 @@ def block_forward(kind: Kind, device: torch.device, guards: Guards | None, call:
 
     def forward(mark: Mark) -> StageRun:
         mark("start")
-        copies, args, kwargs = kind.call.fresh()
+        handed_back: GradientLayout = {}
+        copies, args, kwargs = kind.call.fresh(handed_back)
         mark("ready")
         with autocast_as(device, kind.call.autocast):
             if guards is None:
                 output = module(*args, **kwargs)
             else:
                 output = run_recomputed(module, guards, *args, **kwargs)
-        return StageRun(copies, output)
+        return StageRun(copies, output, arriving=kind.arriving, handed_back=handed_back)
 
     return forward
 

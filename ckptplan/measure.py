@@ -35,10 +35,10 @@ from ckptplan.kinds import (
 from ckptplan.memory import make_meter
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
 from ckptplan.randomness import random_state_restored
-from ckptplan.regions import loss_bytes, region_forwards
-from ckptplan.stages import StageForward, stage_flops, time_stage
+from ckptplan.regions import loss_bytes, post_forward, pre_forward
+from ckptplan.stages import GradientLayout, StageForward, gradients_handed_back, stage_flops, time_stage
 from ckptplan.subject import LossFn, PlainChain, Subject, Trials, require_placement
-from ckptplan.trace import BlockCall, trace_chain, value_signature
+from ckptplan.trace import BlockCall, ChainTrace, trace_chain, value_signature
 from ckptplan.trees import distinct_storages
 
 
@@ -207,21 +207,21 @@ class _Clock:
 
 def _measure(subject: Subject, trials: Trials, memory: str, check_stop: Callable[[], None]) -> ChainProfile:
     trace = trace_chain(subject.names, subject.modules, subject.run_step, subject.outside, subject.device)
-    keys = [kind_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)]
+    regions: dict[str, StageForward] = {}
+    if subject.has_loss:
+        regions["post"] = post_forward(subject, trace)
+    kinds, keys, handed_back = _examine_backwards(subject, trace, regions.get("post"))
+    if trace.has_pre:
+        regions["pre"] = pre_forward(subject, len(trace.calls[0].boundary), handed_back)
     time_keys = dict(
         zip(keys, (time_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)), strict=True)
     )
-    kinds: dict[str, Kind] = {}
-    for key, module, call in zip(keys, subject.modules, trace.calls, strict=True):
-        if key not in kinds:
-            kinds[key] = examine(module, call, subject.device)
     if not any(kind.differentiable for kind in kinds.values()):
         raise NoDifferentiableOutputError(
             f"no block has an output that a gradient flows through ({', '.join(subject.names)}): nothing is saved "
             "for backward, so there is nothing to plan. Are all parameters frozen?",
             subject.names,
         )
-    regions = region_forwards(subject, trace)
     costs = _region_bytes(regions, subject, memory)
     for kind in kinds.values():
         check_stop()
@@ -251,6 +251,25 @@ def _measure(subject: Subject, trials: Trials, memory: str, check_stop: Callable
         fingerprint=subject.fingerprint,
         environment=_environment(subject.device, first),
     )
+
+
+def _examine_backwards(
+    subject: Subject, trace: ChainTrace, post: StageForward | None
+) -> tuple[dict[str, Kind], list[str], GradientLayout | None]:
+    """Distinct kinds by key, the key of each block, and how the first block hands back its input's gradients.
+
+    From the last block to the first, as each one's gradients come from the next.
+    """
+    layout = None if post is None else gradients_handed_back(post) or None
+    kinds: dict[str, Kind] = {}
+    keys: list[str] = []
+    for module, call in zip(reversed(subject.modules), reversed(trace.calls), strict=True):
+        key = kind_key(module, call, layout)
+        if key not in kinds:
+            kinds[key] = examine(module, call, subject.device, layout)
+        keys.insert(0, key)
+        layout = kinds[key].handed_back or None
+    return kinds, keys, layout
 
 
 def _region_bytes(regions: dict[str, StageForward], subject: Subject, memory: str) -> dict[str, StageCost]:

@@ -115,7 +115,12 @@ class CheckpointPlan:
         named = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
         for decision in self.decisions:
             named += [(f"block {decision.block_id!r}: {f.name}", getattr(decision, f.name)) for f in _DECISION_FIELDS]
+        words = (("memory_model", ("peak", "additive")), ("cost_kind", ("time", "flops")))
         return [
+            f"{name} is {getattr(self, name)!r}; expected one of {', '.join(allowed)}"
+            for name, allowed in words
+            if getattr(self, name) not in allowed
+        ] + [
             f"{name} is {value!r}; expected a finite number that is not negative"
             for name, value in named
             if type(value) in (int, float) and not (math.isfinite(value) and value >= 0)

@@ -230,7 +230,7 @@ def as_chain(profiles: ChainProfile | Sequence[BlockProfile]) -> ChainProfile:
     return ChainProfile(blocks)
 
 
-def require_memory(profile: ChainProfile, memory_model: MemoryModel) -> None:
+def require_memory(profile: ChainProfile, memory_model: MemoryModel | str) -> None:
     """Raises unless every figure that ``memory_model`` reads is there: no number is ever invented.
 
     Raises ``TimingOnlyProfileError`` for a profile made with ``memory="off"`` and ``ValueError`` naming the
@@ -260,7 +260,7 @@ def require_memory(profile: ChainProfile, memory_model: MemoryModel) -> None:
         _require_matching_flags(profile)
 
 
-def _missing_memory_fields(block: BlockProfile, memory_model: MemoryModel, *, last: bool) -> list[str]:
+def _missing_memory_fields(block: BlockProfile, memory_model: str, *, last: bool) -> list[str]:
     if memory_model == "additive":
         return ["activation_bytes_estimate"] if block.activation_bytes_estimate is None else []
     missing = []
@@ -301,7 +301,7 @@ def _require_matching_flags(profile: ChainProfile) -> None:
         num_inputs = len(passed)
 
 
-def recompute_costs(profile: ChainProfile, cost: CostKind) -> tuple[float | None, ...]:
+def recompute_costs(profile: ChainProfile, cost: CostKind | str) -> tuple[float | None, ...]:
     """What one recomputation of each block costs (ms or FLOPs); None for a block that cannot be recomputed.
 
     Time is ``recompute_time_ms``, else ``recompute_time_upper_bound_ms_mean``. A profile without any time
@@ -320,7 +320,7 @@ def recompute_costs(profile: ChainProfile, cost: CostKind) -> tuple[float | None
     return tuple(f if b.eligible_for_checkpoint else None for b, f in zip(profile, figures, strict=True))
 
 
-def _recompute_figure(block: BlockProfile, cost: CostKind) -> float | None:
+def _recompute_figure(block: BlockProfile, cost: str) -> float | None:
     if cost == "flops":
         return block.recompute_flops
     return block.recompute_time_upper_bound_ms_mean if block.recompute_time_ms is None else block.recompute_time_ms

@@ -45,7 +45,7 @@ def buffer_slots(module: nn.Module, names: Sequence[str] | None = None) -> tuple
     return tuple(slots)
 
 
-def run_recomputed(call: Callable[..., Any], guards: Guards, *args: Any, **kwargs: Any) -> Any:
+def run_recomputed(call: Callable[..., Any], guards: Guards, /, *args: Any, **kwargs: Any) -> Any:
     """``call(*args, **kwargs)``, keeping its inputs only; backward runs it again.
 
     Without gradients this is a plain call. PyTorch's checkpoint is handed bare tensors only: it would keep a

@@ -7,23 +7,14 @@ from typing import Any
 
 import torch
 
-from ckptplan.stages import Mark, StageForward, StageRun, own_copies
+from ckptplan.stages import GradientLayout, Mark, StageForward, StageRun, own_copies
 from ckptplan.subject import Subject
 from ckptplan.trace import BlockCall, ChainTrace, StopAtFirstBlock, exchanged_forwards
 from ckptplan.trees import map_tensors, storage_key, tensors_in
 
 
-def region_forwards(subject: Subject, trace: ChainTrace) -> dict[str, StageForward]:
-    regions: dict[str, StageForward] = {}
-    if trace.has_pre:
-        regions["pre"] = _pre_forward(subject, len(trace.calls[0].boundary))
-    if subject.has_loss:
-        regions["post"] = _post_forward(subject, trace)
-    return regions
-
-
-def _pre_forward(subject: Subject, count: int) -> StageForward:
-    """Everything until the first block is called; its boundary tensors are the output."""
+def pre_forward(subject: Subject, count: int, arriving: GradientLayout | None) -> StageForward:
+    """Everything until the first block is called; its ``count`` boundary tensors are the output."""
     standing = {storage_key(t) for t in subject.outside}
 
     def stop(*args: Any, **kwargs: Any) -> Any:
@@ -38,22 +29,23 @@ def _pre_forward(subject: Subject, count: int) -> StageForward:
                 subject.run_step()
         except StopAtFirstBlock as reached:
             boundary = reached.boundary
-        return StageRun([], boundary)
+        return StageRun([], boundary, arriving=arriving)
 
     return forward
 
 
-def _post_forward(subject: Subject, trace: ChainTrace) -> StageForward:
+def post_forward(subject: Subject, trace: ChainTrace) -> StageForward:
     """Everything after the last block, whose place is taken by copies of its output; the loss is the output."""
 
     def forward(mark: Mark) -> StageRun:
         made: list[torch.Tensor] = []
+        handed_back: GradientLayout = {}
 
         def last(*args: Any, **kwargs: Any) -> Any:
             output = trace.calls[-1].output
             sources = list({id(t): t for t in tensors_in(output)}.values())
             mark("start")
-            made.extend(own_copies(sources))
+            made.extend(own_copies(sources, handed_back))
             mark("ready")
             by_id = {id(old): new for old, new in zip(sources, made, strict=True)}
             return map_tensors(output, lambda t: by_id[id(t)])
@@ -62,7 +54,7 @@ def _post_forward(subject: Subject, trace: ChainTrace) -> StageForward:
         with exchanged_forwards(subject.modules, [*stands, last]):
             loss = subject.run_step()
         _require_scalar(loss)
-        return StageRun(made, loss, is_loss=True)
+        return StageRun(made, loss, is_loss=True, handed_back=handed_back)
 
     return forward
 

@@ -23,7 +23,7 @@ from ckptplan.apply import checkpointed
 from ckptplan.benchmark import percentile
 from ckptplan.blocks import BlockSelection, select_blocks
 from ckptplan.budget import StaticBytes, plan_for_budget, static_bytes
-from ckptplan.config import RunConfig, config_hash
+from ckptplan.config import RunConfig, config_hash, config_yaml
 from ckptplan.data import Batch
 from ckptplan.data.spec import explain_mismatch
 from ckptplan.discovery import find_blocks
@@ -76,8 +76,8 @@ def run_job(config: RunConfig, *, resolved: dict[str, Any], folder: Path, overri
         overrides: what was typed, for the record.
 
     Raises:
-        ConfigError: the configuration does not describe a run (no ``result.json`` is written then).
-        Exception: anything unexpected, after a ``result.json`` with status "failed" was written.
+        ConfigError: the configuration does not describe a run.
+        Exception: anything unexpected. Either way ``result.json`` says "failed" and why.
     """
     result = RunResult(
         name=config.name, config_hash=config_hash(resolved), planner=config.planner.name, seed=config.seed
@@ -92,25 +92,17 @@ def run_job(config: RunConfig, *, resolved: dict[str, Any], folder: Path, overri
         entity=logger.entity,
         tags=logger.tags,
     )
-    write_atomic(folder / "config.yaml", _yaml(resolved))
+    write_atomic(folder / "config.yaml", config_yaml(resolved))
     start_s = time.perf_counter()
     with RunRecorder(folder) as recorder, StopFlag() as stop:
         run = _Run(config, folder, result, recorder, tracker, stop)
         try:
             with _ended(result, stop):
                 run.all_stages(resolved)
-        except ConfigError:
-            raise
         finally:
             result.timing.total_s = time.perf_counter() - start_s
             run.finish()
     return exit_code(result.status, stop.signal_number)
-
-
-def _yaml(resolved: dict[str, Any]) -> str:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create({k: v for k, v in resolved.items() if k != "hydra"}))
 
 
 @contextlib.contextmanager
@@ -130,7 +122,7 @@ def _ended(result: RunResult, stop: StopFlag) -> Iterator[None]:
         log.warning("interrupted (%s); nothing is trained further", stop.signal_name)
     except Exception as error:
         if is_out_of_memory(error):
-            result.status, result.error = "oom", ErrorRecord(type(error).__name__, str(error).splitlines()[0])
+            result.status, result.error = "oom", ErrorRecord(type(error).__name__, str(error).partition("\n")[0])
             log.error("%s", _out_of_memory_report(result))
             return
         result.status, result.error = "failed", ErrorRecord(type(error).__name__, str(error))
@@ -311,8 +303,7 @@ class _Run:
         if proof.peak_bytes is not None and budget_bytes is not None:
             memory.within_budget = proof.peak_bytes <= budget_bytes
         latency.step_ms, latency.no_checkpoint_step_ms = _times(proof.step_ms), _times(proof.no_checkpoint_step_ms)
-        if latency.step_ms.p50 and latency.no_checkpoint_step_ms.p50:
-            latency.overhead_ratio = latency.step_ms.p50 / latency.no_checkpoint_step_ms.p50 - 1
+        latency.overhead_ratio = proof.overhead_ratio
         self.result.gradients = _gradients(proof.gradients, proof.gradients_note)
         if proof.out_of_memory == "planned":
             raise torch.cuda.OutOfMemoryError("the planned step does not fit the device")
@@ -323,12 +314,12 @@ class _Run:
     def train(
         self, model: nn.Module, plan: CheckpointPlan, data: Any, optimizer: torch.optim.Optimizer, runtime: Runtime
     ) -> TrainSummary:
-        config = self.config
+        config, warmup = self.config, self.config.scheduler.warmup_steps
         schedule = learning_rate_schedule(
             config.scheduler.kind,  # type: ignore[arg-type]
             optimizer.param_groups[0]["lr"],
             config.steps,
-            warmup_steps=config.scheduler.warmup_steps,
+            warmup_steps=config.steps // 10 if warmup is None else warmup,
             final_factor=config.scheduler.final_factor,
         )
         settings = TrainSettings(

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, blocks_of
+from ckptplan.errors import PlanIncompatibleError
+from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, blocks_of, recomputed_blocks, tree_faults
 from ckptplan.profiles import (
     BlockProfile,
     ChainProfile,
@@ -67,13 +68,15 @@ def simulate_plan(
     """The exact peak of ``plan`` (or of bare nodes) under the profile's figures.
 
     With ``memory_model="additive"`` the peak is the sum of ``activation_bytes_estimate`` over kept blocks.
-    Raises ``TimingOnlyProfileError`` or ``ValueError`` (figures missing, a block recomputed that cannot be).
+    Raises ``PlanIncompatibleError`` (not a plan over these blocks, a block recomputed that cannot be),
+    ``TimingOnlyProfileError`` or ``ValueError`` (figures missing).
     """
     chain = as_chain(profiles)
     nodes = plan.nodes if isinstance(plan, CheckpointPlan) else tuple(plan)
     require_memory(chain, memory_model)
-    if blocks_of(nodes) != tuple(range(len(chain))):
-        raise ValueError(f"the plan covers {len(blocks_of(nodes))} blocks, the profile has {len(chain)}")
+    faults = tree_faults(nodes, len(chain)) or _recompute_faults(chain, nodes)
+    if faults:
+        raise PlanIncompatibleError(faults)
     time_ms, flops = recompute_time_ms(chain, nodes), recompute_flops(chain, nodes)
     if memory_model == "additive":
         return _additive_cost(chain, nodes, time_ms, flops)
@@ -87,6 +90,15 @@ def simulate_plan(
     for node, bytes_held in zip(nodes, retained[first:], strict=False):
         per_block[blocks_of((node,))[0]] = bytes_held
     return PlanCost(peak, f"{stage} {phase}", timeline, time_ms, flops, tuple(per_block), end_level)
+
+
+def _recompute_faults(chain: ChainProfile, nodes: Sequence[PlanNode]) -> list[str]:
+    blocks = [chain[i] for i in sorted(recomputed_blocks(nodes))]
+    return [
+        f"block {block.block_id!r} cannot be recomputed: {block.exclusion_reason}"
+        for block in blocks
+        if not block.eligible_for_checkpoint
+    ]
 
 
 def no_checkpoint_peak(profile: ChainProfile | Sequence[BlockProfile], memory_model: MemoryModel = "peak") -> int:

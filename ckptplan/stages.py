@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,13 +24,41 @@ from ckptplan.trees import distinct_storages, storage_key, tensors_in
 Mark = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class SharedGradient:
+    """A gradient that does not fill a storage of its own: a slice of a concatenation's, one expanded number.
+
+    Attributes:
+        storage: gradients of equal number lie in one storage.
+    """
+
+    storage: int
+    storage_bytes: int
+    stride: tuple[int, ...]
+    offset: int
+
+
+# Per position among a boundary's tensors how its gradient lies in memory as the next stage hands it back: None
+# for a storage of its own, a missing position where no gradient comes.
+GradientLayout = dict[int, SharedGradient | None]
+
+
 @dataclass
 class StageRun:
-    """What a stage's forward gives back. Emptied by whoever measures, so that nothing outlives its owner."""
+    """What a stage's forward gives back. Emptied by whoever measures, so that nothing outlives its owner.
 
-    inputs: list[torch.Tensor]  # boundary tensors that came in
-    output: Any  # what goes out; for the last stage the loss
+    Attributes:
+        inputs: boundary tensors that came in.
+        output: what goes out; for the last stage the loss.
+        arriving: how the gradients of the output's tensors come in; None: each on a storage of its own.
+        handed_back: filled by the backward, for the tensors of the boundary that came in.
+    """
+
+    inputs: list[torch.Tensor]
+    output: Any
     is_loss: bool = False
+    arriving: GradientLayout | None = None
+    handed_back: GradientLayout = field(default_factory=dict)
 
 
 # A stage as a function: it makes its inputs, calls mark("start") before and mark("ready") after
@@ -43,29 +71,58 @@ Bases = dict[int, torch.Tensor]  # copied storages, by ``storage_key`` of the or
 class OwnedCopies(torch.autograd.Function):
     """Copies that belong to the graph alone: non-leaf tensors whose gradients are dropped on arrival.
 
-    One node for all of them: the gradients wait for each other as they do in front of a block.
+    One node for all of them: the gradients wait for each other as they do in front of a block. How they
+    arrived is noted by position in ``handed_back``.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, bases: Bases, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(copy_of(source, bases) for source in sources)
+    def forward(
+        ctx: Any, anchor: torch.Tensor, bases: Bases, handed_back: GradientLayout, *sources: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.handed_back = handed_back
+        return tuple(None if source is None else copy_of(source, bases) for source in sources)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
-        return (None,) * (len(gradients) + 2)
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+        ctx.handed_back.update(_layout_of(gradients))
+        return (None,) * (len(gradients) + 3)
+
+
+def _layout_of(gradients: Sequence[torch.Tensor | None]) -> GradientLayout:
+    present = {i: g for i, g in enumerate(gradients) if g is not None}
+    keys = [storage_key(g) for g in present.values()]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    layout: GradientLayout = {}
+    for (position, gradient), key in zip(present.items(), keys, strict=True):
+        size = gradient.untyped_storage().nbytes()
+        is_own = keys.count(key) == 1 and size == gradient.numel() * gradient.element_size()
+        shared = SharedGradient(numbers[key], size, gradient.stride(), int(gradient.storage_offset()))
+        layout[position] = None if is_own else shared
+    return layout
 
 
 class EngineOwnedGradients(torch.autograd.Function):
-    """A root whose backward allocates the gradient of every output anew, as the next stage would."""
+    """A root whose backward allocates the gradients of the outputs anew, as the next stage would."""
 
     @staticmethod
-    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
-        ctx.specs = [(o.shape, o.dtype, o.device) for o in outputs]
+    def forward(ctx: Any, layout: Sequence[SharedGradient | None], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.specs = [(g, o.shape, o.dtype, o.device) for g, o in zip(layout, outputs, strict=True)]
         return outputs[0].new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.full(shape, 1e-3, dtype=dtype, device=device) for shape, dtype, device in ctx.specs)
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        bases: dict[int, torch.Tensor] = {}
+        made = []
+        for gradient, shape, dtype, device in ctx.specs:
+            if gradient is None:
+                made.append(torch.full(shape, 1e-3, dtype=dtype, device=device))
+                continue
+            if gradient.storage not in bases:
+                size = gradient.storage_bytes // dtype.itemsize
+                bases[gradient.storage] = torch.full((size,), 1e-3, dtype=dtype, device=device)
+            made.append(bases[gradient.storage].as_strided(shape, gradient.stride, gradient.offset))
+        return (None, *made)
 
 
 def copy_of(tensor: torch.Tensor, bases: Bases) -> torch.Tensor:
@@ -90,21 +147,19 @@ def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [copy_of(t, bases).requires_grad_(t.requires_grad) for t in tensors]
 
 
-def own_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of ``tensors``; those that require gradients are non-leaf tensors."""
-    with_gradient = [t for t in tensors if t.requires_grad]
-    copies: dict[int, torch.Tensor] = {}
+def own_copies(tensors: Sequence[torch.Tensor], handed_back: GradientLayout | None = None) -> list[torch.Tensor]:
+    """Copies of ``tensors``; those that require gradients are non-leaf tensors.
+
+    Args:
+        handed_back: takes how the gradients of the copies lie in memory when they arrive.
+    """
     bases: Bases = {}
-    if with_gradient:
-        anchor = torch.empty(0, device=with_gradient[0].device, requires_grad=True)
-        made = OwnedCopies.apply(anchor, bases, *(t.detach() for t in with_gradient))
-        copies = {id(t): c for t, c in zip(with_gradient, made, strict=True)}
-    return [copies[id(t)] if t.requires_grad else copy_of(t, bases) for t in tensors]
-
-
-def differentiable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The distinct tensor objects that a gradient flows into."""
-    return list({id(t): t for t in tensors if t.requires_grad}.values())
+    made: Sequence[torch.Tensor | None] = [None] * len(tensors)
+    if any(t.requires_grad for t in tensors):
+        anchor = torch.empty(0, device=tensors[0].device, requires_grad=True)
+        noted = {} if handed_back is None else handed_back
+        made = OwnedCopies.apply(anchor, bases, noted, *(t.detach() if t.requires_grad else None for t in tensors))
+    return [copy_of(t, bases) if own is None else own for t, own in zip(tensors, made, strict=True)]
 
 
 def stage_bytes(forward: StageForward, meter: MemoryMeter) -> StageCost:
@@ -148,8 +203,10 @@ def _watch(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[weakref.ref
 def _root(run: StageRun) -> torch.Tensor | None:
     if run.is_loss:
         return run.output if run.output.requires_grad else None
-    outputs = differentiable(tensors_in(run.output))
-    return EngineOwnedGradients.apply(*outputs) if outputs else None
+    outputs = list({id(t): t for t in tensors_in(run.output)}.values())
+    arriving = run.arriving or dict.fromkeys(range(len(outputs)))
+    chosen = [(arriving[i], t) for i, t in enumerate(outputs) if t.requires_grad and i in arriving]
+    return EngineOwnedGradients.apply([g for g, _ in chosen], *(t for _, t in chosen)) if chosen else None
 
 
 def _backward(root: torch.Tensor | None) -> None:
@@ -191,6 +248,16 @@ def stage_flops(forward: StageForward) -> tuple[int, int]:
     with count_flops() as backward_counter:
         _backward(root)
     return forward_counter.get_total_flops(), backward_counter.get_total_flops()
+
+
+def gradients_handed_back(forward: StageForward) -> GradientLayout:
+    """How the gradients of a stage's inputs lie in memory, by one forward and backward."""
+    run = forward(lambda name: None)
+    root = _root(run)
+    run.inputs.clear()
+    run.output = None
+    _backward(root)
+    return run.handed_back
 
 
 def count_flops() -> FlopCounterMode:

@@ -56,10 +56,9 @@ class SweepTerminated(KeyboardInterrupt):
 
 
 def run_jobs(jobs: Sequence[Job], folder: Path, *, fail_fast: bool = False, timeout_s: float | None = None) -> None:
-    """Run the jobs one after the other and write the table into ``folder``.
+    """Run the jobs one after the other; the table in ``folder`` grows with each, and is printed at the end.
 
-    Raises ``CkptplanError`` at the end if a job failed, ``KeyboardInterrupt`` where the user stopped the sweep; the
-    table holds what there is in any case.
+    Raises ``CkptplanError`` at the end if a job failed, ``KeyboardInterrupt`` where the user stopped the sweep.
     """
     log.info(f"{len(jobs)} jobs, one at a time, each in a process of its own, below {folder}")
     for job in jobs:
@@ -67,9 +66,11 @@ def run_jobs(jobs: Sequence[Job], folder: Path, *, fail_fast: bool = False, time
     results: list[dict[str, Any]] = []
     try:
         with _sigterm_interrupts():
-            _run_each(jobs, results, fail_fast, timeout_s)
+            for result in _run_each(jobs, fail_fast, timeout_s):
+                results.append(result)
+                write_table(_rows(jobs, results), results, folder)
     finally:
-        rows = [table_row(result, job) for job, result in zip(jobs, results, strict=False)]
+        rows = _rows(jobs, results)
         write_table(rows, results, folder)
         print(text_table(rows))
         print(f"{folder / 'results.md'}  results.csv  results.jsonl")
@@ -78,23 +79,27 @@ def run_jobs(jobs: Sequence[Job], folder: Path, *, fail_fast: bool = False, time
         raise CkptplanError(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)} (in {folder})")
 
 
-def _run_each(jobs: Sequence[Job], results: list[dict[str, Any]], fail_fast: bool, timeout_s: float | None) -> None:
-    """Append the result of each job as it ends, also of the one that the user stopped."""
+def _rows(jobs: Sequence[Job], results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [table_row(result, job) for job, result in zip(jobs, results, strict=False)]
+
+
+def _run_each(jobs: Sequence[Job], fail_fast: bool, timeout_s: float | None) -> Iterator[dict[str, Any]]:
+    """The result of each job as it ends, also of the one that the user stopped."""
     started = time.monotonic()
     for count, job in enumerate(jobs, start=1):
         log.info(f"[{count}/{len(jobs)}] {' '.join(job.overrides)}")
         try:
-            results.append(run_in_process(job, timeout_s))
+            result = run_in_process(job, timeout_s)
         except KeyboardInterrupt:
-            results.append(read_result(job))
+            yield read_result(job)
             raise
-        elapsed_s = time.monotonic() - started
-        left = f"; about {format_seconds(elapsed_s / count * (len(jobs) - count))} to go" if count < len(jobs) else ""
-        log.info(f"    {describe(results[-1])}{left}")
-        if results[-1]["status"] not in FINE_STATUSES:
+        left_s = (time.monotonic() - started) / count * (len(jobs) - count)
+        log.info(f"    {describe(result)}{f'; about {format_seconds(left_s)} to go' if count < len(jobs) else ''}")
+        if result["status"] not in FINE_STATUSES:
             log.info(_indented_tail(job.folder / CONSOLE_FILE))
-            if fail_fast:
-                return
+        yield result
+        if fail_fast and result["status"] not in FINE_STATUSES:
+            return
 
 
 # --- one job ----------------------------------------------------------------------------------------------------------

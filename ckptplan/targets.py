@@ -1,6 +1,7 @@
-"""The open nodes of a config (data, model, optimizer): find what ``_target_`` names, check its arguments, build it.
+"""What a config points to: the classes of data, model and optimizer, a plan as text or in a file.
 
-The one place that knows Hydra's ``instantiate``. Importing a target may import torch; this module itself does not.
+``_target_`` is found, its arguments are checked, and it is built, here and nowhere else. Importing a target may
+import torch; this module itself does not.
 """
 
 from __future__ import annotations
@@ -14,21 +15,45 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptplan.config import RunConfig, config_error, nearest
-from ckptplan.errors import ConfigError
+from ckptplan.config import PlannerConfig, RunConfig, config_error, nearest
+from ckptplan.errors import CkptplanError, ConfigError
+from ckptplan.plan import CheckpointPlan, parse_plan_text
 
 OPEN_NODES = ("data", "model", "optimizer")
 _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 
 
 def check_targets(config: RunConfig, choices: Mapping[str, str] | None = None) -> None:
-    """Compare every open node with the signature of what it names; raises ``ConfigError``, builds nothing.
+    """Read the given plan, compare every open node with the signature of what it names; raises ``ConfigError``.
 
-    ``choices`` maps groups to the options taken ("model" -> "gpt"); with it a message can name the file.
+    Nothing is built. ``choices`` maps groups to the options taken ("model" -> "gpt"); with it a message can name
+    the file.
     """
+    check_plan_source(config.planner)
     for key in OPEN_NODES:
         choice = (choices or {}).get(key)
         check_node(key, getattr(config, key), source=f"{key}/{choice}.yaml" if choice else None)
+
+
+def check_plan_source(planner: PlannerConfig) -> None:
+    """A plan given as text or file can be read (whether it fits the model shows later)."""
+    if planner.text:
+        try:
+            parse_plan_text(planner.text)
+        except ValueError as error:
+            raise config_error("planner.text", planner.text, str(error)) from error
+    if planner.path:
+        path = Path(planner.path)
+        if not path.is_file():
+            beside = [str(found) for found in path.parent.glob("*.json")] if path.parent.is_dir() else []
+            meant = nearest(str(path), beside)
+            remedy = f"planner.path={meant}" if meant else None
+            problem = f"no such file (relative paths start at {Path.cwd()})"
+            raise config_error("planner.path", planner.path, problem, meant=meant, remedy=remedy)
+        try:
+            CheckpointPlan.load(path)
+        except CkptplanError as error:
+            raise ConfigError(f"planner.path={planner.path}: {error}") from error
 
 
 def check_node(key: str, node: Mapping[str, Any], source: str | None = None) -> None:

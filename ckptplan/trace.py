@@ -5,6 +5,7 @@ Works on a twin (see ``twin.py``): block forwards are exchanged for stand-ins wh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from ckptplan.errors import BlockDeclarationError, UnsupportedBoundaryError
-from ckptplan.stages import copies_of, own_copies
+from ckptplan.stages import GradientLayout, copies_of, own_copies
 from ckptplan.trees import map_tensors, storage_key, tensors_in
 
 Step = Callable[[], Any]  # one forward of the whole model; returns the loss, or the output where there is no loss
@@ -37,9 +38,11 @@ class BlockCall:
     autocast: Autocast = (False, torch.float32, True)
     signature: str = ""
 
-    def fresh(self) -> tuple[list[torch.Tensor], tuple[Any, ...], dict[str, Any]]:
+    def fresh(
+        self, handed_back: GradientLayout | None = None
+    ) -> tuple[list[torch.Tensor], tuple[Any, ...], dict[str, Any]]:
         """Owned copies of the boundary tensors, and the arguments with the copies in their places."""
-        copies = own_copies(self.boundary)
+        copies = own_copies(self.boundary, handed_back)
         by_id = {id(old): new for old, new in zip(self.boundary, copies, strict=True)}
         args, kwargs = map_tensors((self.args, self.kwargs), lambda t: by_id.get(id(t), t))
         return copies, args, kwargs
@@ -63,10 +66,10 @@ class StopAtFirstBlock(Exception):
 
 @contextmanager
 def exchanged_forwards(modules: Sequence[nn.Module], stands: Sequence[Callable[..., Any]]) -> Iterator[None]:
-    """Each module's ``forward`` is its stand-in while the context lasts."""
+    """Each module's ``forward`` is its stand-in while the context lasts; signatures stay those of the originals."""
     try:
         for module, stand in zip(modules, stands, strict=True):
-            module.forward = stand
+            module.forward = functools.update_wrapper(stand, module.forward)
         yield
     finally:
         for module in modules:
@@ -115,7 +118,8 @@ def trace_chain(
             call = _recorded(args, kwargs, boundary, autocast_now(device))
             trace.calls.append(call)
             output = original(*args, **kwargs)
-            call.output = map_tensors(output, lambda t: t.detach().requires_grad_(t.requires_grad))
+            without_graph = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors_in(output)}
+            call.output = map_tensors(output, lambda t: without_graph[id(t)])
             cut = _cut(output, args, kwargs)
             previous = list({id(t): t for t in tensors_in(cut)}.values())
             return cut

@@ -126,6 +126,14 @@ def test_additive_plans_are_judged_by_their_sum() -> None:
     assert "over budget" in _faults(_chain(), plan, 19)[0]
 
 
+def test_a_profile_without_the_figures_is_refused_not_taken_for_zero() -> None:
+    bare = _chain(activation_bytes_estimate=None, recompute_flops=None)
+    with pytest.raises(ValueError, match="activation_bytes_estimate of 'a', 'b', 'c'"):
+        check_plan(bare, _plan(memory_model="additive"))
+    with pytest.raises(ValueError, match="recompute_flops, which is missing for 'a', 'b', 'c'"):
+        check_plan(bare, _plan(cost_kind="flops"))
+
+
 def test_the_referee_imports_neither_simulator_nor_planners() -> None:
     tree = ast.parse(Path(ckptplan.check.__file__).read_text(encoding="utf-8"))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

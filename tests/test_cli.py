@@ -16,6 +16,7 @@ import pytest
 
 from ckptplan import cli
 from ckptplan.errors import CkptplanError, ConfigError, InfeasibleTargetError
+from ckptplan.plan import CheckpointPlan
 
 REPOSITORY = Path(cli.__file__).resolve().parent.parent
 Call = dict[str, Any]
@@ -88,6 +89,15 @@ TYPOS: list[tuple[list[str], list[str]]] = [
     (["=3"], ["=3"]),
     (["--steps=5"], ["--steps=5", "no such flag", "type: steps=5"]),
     (["+experiment=readme"], ["has a value already", "type: experiment=readme"]),
+    (["planner=text", "planner.text='K0 X1'"], ["planner.text=K0 X1", "found 'X1'", "expected K<block>"]),
+    (["planner=file", "planner.path=nowhere.json"], ["planner.path=nowhere.json", "no such file"]),
+    (["experiment=null"], ["experiment=null", "Config group override"]),
+    (["--cfg", "job", "experiment=null"], ["experiment=null", "Config group override"]),
+    (
+        ["steps=3", "scheduler.warmup_steps=5"],
+        ["scheduler.warmup_steps=5", "more than steps=3", "type: scheduler.warmup_steps=0"],
+    ),
+    (["scheduler.final_factor=2"], ["scheduler.final_factor=2.0", "0 to 1"]),
     (["-m", "planner=dp,dpp"], ["planner=dpp", "did you mean: dp"]),
     (["-m", "seed=1,2", "stpes=5"], ["stpes=5", "did you mean: steps"]),
     (["-m", "seed=1,x"], ["seed=1,x", "a whole number"]),
@@ -141,13 +151,12 @@ TORCH_FREE = [
 ]
 _RUN_AND_TELL = """
 import sys, time
-started = time.monotonic()
 from ckptplan.cli import main
 try:
     main(sys.argv[1:])
 except SystemExit:
     pass
-print("MODULES", "torch" in sys.modules, "wandb" in sys.modules, time.monotonic() - started)
+print("MODULES", "torch" in sys.modules, "wandb" in sys.modules, time.process_time())
 """
 
 
@@ -176,7 +185,7 @@ def test_the_test_for_torch_sees_torch(tmp_path: Path) -> None:
     assert torch_loaded == "True"
 
 
-@pytest.mark.slow  # a clock: quiet machines only
+@pytest.mark.slow  # a clock, though it counts this process's own seconds only
 @pytest.mark.parametrize(("argument", "limit_s"), [("--help", 1.0), ("--cfg=job", 1.0), ("stpes=5", 2.0)])
 def test_questions_and_typos_are_answered_at_once(tmp_path: Path, argument: str, limit_s: float) -> None:
     assert min(float(ask([argument], tmp_path)[1][2]) for _ in range(3)) < limit_s
@@ -315,6 +324,14 @@ def test_an_output_root_that_cannot_be_written_is_named(
     assert "Traceback" not in message
 
 
+def test_the_plan_of_the_latest_run_is_that_of_the_run_before(start_folder: Path, runs: list[Call]) -> None:
+    assert cli.main([]) == 0
+    plan = CheckpointPlan.from_text("K0", ["b0"])
+    plan.save(runs[0]["folder"] / "plan.json")
+    assert cli.main(["planner=file", "planner.path=outputs/latest/plan.json"]) == 0
+    assert Path(runs[1]["config"].planner.path) == (runs[0]["folder"] / "plan.json").resolve()
+
+
 def test_latest_is_a_text_file_where_links_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError("links are not allowed here")
@@ -324,6 +341,11 @@ def test_latest_is_a_text_file_where_links_cannot_be_made(tmp_path: Path, monkey
         cli.point_latest_at(tmp_path / "train" / name, tmp_path)
     assert (tmp_path / "latest").read_text() == "train/second\n"
     assert {path.name for path in tmp_path.iterdir()} == {"latest"}
+
+
+def test_a_run_folder_given_by_hand_is_all_that_is_written(start_folder: Path, runs: list[Call]) -> None:
+    assert cli.main(["hydra.run.dir=mine"]) == 0
+    assert {path.name for path in start_folder.iterdir()} == {"mine"}
 
 
 def test_a_model_of_the_users_own_is_found_where_they_start(start_folder: Path, runs: list[Call]) -> None:
@@ -340,6 +362,36 @@ def test_the_scripts_at_the_root_are_these_entry_points() -> None:
 
     assert train.train_main is cli.train_main
     assert sweep.sweep_main is cli.sweep_main
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["steps=5", "-m", "seed=1,2"], ["-m", "steps=5", "seed=1,2"]),
+        (["a=1", "--config-dir", "mine", "b=2", "-m"], ["--config-dir", "mine", "-m", "a=1", "b=2"]),
+        (["-m", "seed=1,2"], ["-m", "seed=1,2"]),
+        (["seed=1,2", "-m"], ["seed=1,2", "-m"]),
+        (["--steps=5", "seed=1"], ["--steps=5", "seed=1"]),
+    ],
+    ids=" ".join,
+)
+def test_flags_may_stand_between_overrides(typed: list[str], meant: list[str]) -> None:
+    assert cli.overrides_together(typed) == meant
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ([], ["-m", "sweep=default"]),
+        (["planner=dp,greedy"], ["-m", "sweep=default", "planner=dp,greedy"]),
+        (["sweep=mine", "-m"], ["sweep=mine", "-m"]),
+        (["--cfg", "job"], ["sweep=default", "--cfg", "job"]),
+        (["--help"], ["sweep=default", "--help"]),
+    ],
+    ids=" ".join,
+)
+def test_a_sweep_takes_lists_of_values(typed: list[str], meant: list[str]) -> None:
+    assert cli.sweep_arguments(typed) == meant
 
 
 def test_hydras_environment_is_put_back(start_folder: Path, runs: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:

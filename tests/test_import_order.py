@@ -15,9 +15,11 @@ PACKAGE = Path(ckptplan.__file__).parent
 
 # Every file, from the ground up; "planners" is planners/__init__.py.
 ORDER = """
-errors units config targets record
-randomness runtime optim trees blocks memory recompute twin subject profiles stages trace discovery observe kinds regions measure
-plan simulate check planners.tables planners.heuristic planners.fixed planners.flat planners
+errors units config record
+randomness runtime optim trees blocks memory recompute twin subject profiles stages
+trace discovery observe kinds regions measure
+plan targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
+planners.budgets planners.reasons planners
 validate apply proof benchmark budget
 data.spec data.checks data.order data data.dataset data.digits data.images data.text data.tokens
 models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models
@@ -29,7 +31,7 @@ run cli __main__
 # What plans, checks and reports without a model at hand.
 TORCH_FREE = """
 errors units config targets record profiles plan simulate check planners planners.tables planners.heuristic
-planners.fixed planners.flat data.spec sweeps report report.tables cli
+planners.fixed planners.flat planners.budgets planners.reasons data.spec sweeps report report.tables cli
 """.split()
 
 

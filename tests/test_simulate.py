@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptplan.check import check_plan
-from ckptplan.errors import TimingOnlyProfileError
+from ckptplan.errors import PlanIncompatibleError, TimingOnlyProfileError
 from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, decision_for, parse_plan_text, recomputed_blocks
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
 from ckptplan.simulate import no_checkpoint_peak, plan_recompute_cost, simulate_plan
@@ -130,12 +130,12 @@ class TestByHand:
 
 class TestRefusals:
     def test_a_plan_of_another_length(self) -> None:
-        with pytest.raises(ValueError, match="covers 2 blocks, the profile has 3"):
+        with pytest.raises(PlanIncompatibleError, match="blocks 2 to 2 are missing at the end"):
             simulate_plan(_three(), parse_plan_text("K0 K1"))
 
     def test_a_block_that_cannot_be_recomputed(self) -> None:
         blocks = [_block("a", 1, eligible_for_checkpoint=False, exclusion_reason="grows a list"), _block("b", 1)]
-        with pytest.raises(ValueError, match=r"'a' cannot be recomputed.*grows a list"):
+        with pytest.raises(PlanIncompatibleError, match=r"'a' cannot be recomputed.*grows a list"):
             simulate_plan(blocks, parse_plan_text("R(0) K1"))
 
     def test_a_segment_whose_last_gradient_is_unknown(self) -> None:

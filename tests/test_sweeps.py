@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from ckptplan import cli, sweeps
 from ckptplan.config import load_config, shell_override
@@ -133,6 +133,19 @@ def test_the_others_go_on_after_a_failure_and_the_sweep_fails(
     assert text.index("ZeroDivisionError") < text.index("[3/3] seed=2")  # a failure is shown when it happens
     table = capsys.readouterr().out
     assert [line.split()[1] for line in table.splitlines()[1:4]] == ["ok", "failed", "ok"]
+
+
+def test_the_table_grows_as_jobs_end(tmp_path: Path) -> None:
+    look = (
+        WRITE_RESULT
+        + f"""
+from pathlib import Path
+Path(sys.argv[1], "seen").write_text(Path({str(tmp_path)!r}, "results.jsonl").read_text())
+"""
+    )
+    jobs = [make_job(tmp_path, WRITE_RESULT, 0), make_job(tmp_path, look, 1)]
+    run_jobs(jobs, tmp_path)
+    assert len((jobs[1].folder / "seen").read_text().splitlines()) == 1
 
 
 def test_fail_fast_stops_at_the_first_failure(tmp_path: Path) -> None:
@@ -283,6 +296,15 @@ def test_two_sweeps_of_the_same_second_share_nothing(planned: list[Job]) -> None
     assert len({job.folder.parent for job in planned}) == 2
 
 
+def test_a_sweep_into_an_old_folder_takes_other_names(planned: list[Job], tmp_path: Path) -> None:
+    for _ in range(2):
+        assert cli.main(["-m", "seed=1,2", "hydra.sweep.dir=mine"]) == 0
+        for job in planned:
+            job.folder.mkdir(exist_ok=True)
+    assert len({job.folder for job in planned}) == 4
+    assert {job.folder.parent for job in planned} == {tmp_path / "mine"}
+
+
 def test_a_key_of_a_swept_group_is_checked_against_each_member(planned: list[Job], compose: Compose) -> None:
     assert cli.main(["-m", "model=resnet,vit", "data.image_size=64"]) == 0
     assert [load_config(config_of(job, compose)).data["image_size"] for job in planned] == [64, 64]
@@ -320,8 +342,8 @@ def test_sweep_py_is_four_planners_at_five_budgets(
 
 @pytest.mark.slow
 def test_three_seeds_on_the_command_line_are_three_runs(tmp_path: Path) -> None:
-    """Case C19, for real: each job in its own folder, equal seeds with equal losses."""
-    arguments = ["-m", "seed=1,1,2", "debug=fast", "steps=5", "model.layers=2", "model.width=32"]
+    """Case C19, for real: a folder, a W&B run and a config for each job; equal seeds with equal losses."""
+    arguments = ["-m", "seed=1,1,2", "debug=fast", "logger.kind=wandb", "steps=5", "model.layers=2", "model.width=32"]
     command = [sys.executable, str(REPOSITORY / "train.py"), *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -334,3 +356,6 @@ def test_three_seeds_on_the_command_line_are_three_runs(tmp_path: Path) -> None:
     assert [len(steps) for steps in losses] == [5, 5, 5]
     assert losses[0] == losses[1] != losses[2]
     assert [load_result(folder)["seed"] for folder in folders] == [1, 1, 2]
+    assert [OmegaConf.load(folder / "config.yaml").seed for folder in folders] == [1, 1, 2]
+    wandb_runs = [path.name for folder in folders for path in (folder / "wandb").glob("offline-run-*")]
+    assert len({name.rpartition("-")[2] for name in wandb_runs}) == len(wandb_runs) == 3

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from ckptplan.randomness import random_state_restored
+from ckptplan.randomness import random_state_restored, seed_everything
 from ckptplan.twin import make_twin
 
 
@@ -118,17 +120,16 @@ def test_a_tensor_with_history_in_an_attribute_does_not_stop_the_twin() -> None:
 
 
 def test_random_streams_are_put_back_also_after_an_error() -> None:
-    import random
-
-    import numpy as np
-
     def draws() -> tuple[float, float, float]:
-        return random.random(), float(np.random.rand()), float(torch.rand(()))
+        return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
 
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    expected = draws()
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    with pytest.raises(KeyError), random_state_restored(torch.device("cpu")):
+    def draw_and_fail() -> None:
         draws()
-        raise KeyError
+        raise KeyError("midway")
+
+    seed_everything(1)
+    expected = draws()
+    seed_everything(1)
+    with pytest.raises(KeyError, match="midway"), random_state_restored(torch.device("cpu")):
+        draw_and_fail()
     assert draws() == expected

@@ -46,7 +46,6 @@ def step_peak(step: Callable[[], torch.Tensor], parameters: Any) -> int:
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    step().backward()
     mode = LiveBytes()
     with mode:
         step().backward()

@@ -5,32 +5,27 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, replace
 from typing import Any, Literal
-
-import numpy as np
 
 from ckptplan.check import check_plan
 from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError
 from ckptplan.plan import (
     CheckpointDecision,
     CheckpointPlan,
-    Keep,
     PlanNode,
-    blocks_of,
     decision_for,
-    nodes_text,
     parse_plan_text,
     recomputed_blocks,
     tree_faults,
 )
+from ckptplan.planners.budgets import TARGET_KINDS, TargetKind, budget_for, checked_target, step_cost, take_static_bytes
 from ckptplan.planners.fixed import checkpoint_all, file, no_checkpoint, text, uniform
 from ckptplan.planners.flat import dynamic_programming
-from ckptplan.planners.heuristic import greedy, least_peak_choice
-from ckptplan.planners.tables import FlatTables, PlannerResult
+from ckptplan.planners.heuristic import greedy, smallest_reachable
+from ckptplan.planners.reasons import block_reasons, infeasible_budget, infeasible_slowdown
+from ckptplan.planners.tables import PlannerResult
 from ckptplan.profiles import (
     BlockProfile,
     ChainProfile,
@@ -41,8 +36,18 @@ from ckptplan.profiles import (
     recompute_costs,
     require_memory,
 )
-from ckptplan.simulate import AFTER, BEFORE, PlanCost, no_checkpoint_peak, plan_recompute_cost, simulate_plan
-from ckptplan.units import format_bytes, format_ms
+from ckptplan.simulate import PlanCost, no_checkpoint_peak, plan_recompute_cost, simulate_plan
+
+__all__ = [
+    "PLANNERS",
+    "TARGET_KINDS",
+    "Planner",
+    "PlannerResult",
+    "TargetKind",
+    "no_checkpoint_peak",
+    "plan_checkpoints",
+    "smallest_reachable",
+]
 
 Planner = Callable[..., "PlannerResult | Sequence[PlanNode] | str"]
 
@@ -58,15 +63,6 @@ PLANNERS: dict[str, Planner] = {
     "text": text,
     "file": file,
 }
-
-TargetKind = Literal[
-    "activation_budget_bytes",
-    "activation_budget_fraction",
-    "activation_saving_fraction",
-    "device_budget_bytes",
-    "max_slowdown",
-]
-TARGET_KINDS: tuple[str, ...] = TargetKind.__args__  # type: ignore[attr-defined]
 
 
 def plan_checkpoints(
@@ -105,8 +101,8 @@ def plan_checkpoints(
     _require_same_blocks(chain, blocks)
     require_memory(chain, memory_model)
     recompute_costs(chain, cost)
-    value = _checked_target(target_kind, target_value)
-    static_bytes = _static_bytes(options) if target_kind == "device_budget_bytes" else 0
+    value = checked_target(target_kind, target_value)
+    static_bytes = take_static_bytes(options) if target_kind == "device_budget_bytes" else 0
     _require_options(name, function, options)
     run = _Run(name, function, chain, memory_model, cost, options)
     unplanned_bytes = no_checkpoint_peak(chain, memory_model)
@@ -114,14 +110,12 @@ def plan_checkpoints(
     if target_kind == "max_slowdown":
         result, feasible = _within_slowdown(run, float(value), unplanned_bytes)
     else:
-        budget = _budget_bytes(target_kind, value, unplanned_bytes) - static_bytes
+        budget = budget_for(target_kind, value, unplanned_bytes) - static_bytes
         result = run(max(budget, 0))
         feasible = run.simulated(result.nodes).peak_bytes <= budget
     simulated = run.simulated(result.nodes)
     if not feasible and on_infeasible == "raise":
-        if budget is None:
-            raise _infeasible_slowdown(run, result.nodes, float(value))
-        raise _infeasible(run, simulated, budget, static_bytes)
+        raise _infeasible(run, result, budget, static_bytes=static_bytes, ratio=float(value))
     plan = CheckpointPlan(
         nodes=result.nodes,
         decisions=_decisions(run, result.nodes, simulated),
@@ -142,18 +136,6 @@ def plan_checkpoints(
     )
     check_plan(chain, plan)
     return plan
-
-
-def smallest_reachable(
-    profile: ChainProfile | Sequence[BlockProfile], memory_model: MemoryModel = "peak"
-) -> tuple[int, str]:
-    """The least peak in bytes of any flat plan, and the stage and phase that set it (``"layers.2 backward"``)."""
-    chain = as_chain(profile)
-    require_memory(chain, memory_model)
-    tables = FlatTables(chain, memory_model)
-    _, choice = least_peak_choice(tables)
-    simulated = simulate_plan(chain, tables.nodes(choice), memory_model)
-    return simulated.peak_bytes, simulated.peak_at
 
 
 # The planner ---------------------------------------------------------------------------------------------------------
@@ -238,228 +220,60 @@ def _require_same_blocks(chain: ChainProfile, blocks: Sequence[Any] | None) -> N
 # Targets -------------------------------------------------------------------------------------------------------------
 
 
-def _checked_target(kind: str, value: Any) -> int | float:
-    if kind not in TARGET_KINDS:
-        close = difflib.get_close_matches(str(kind), TARGET_KINDS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"target_kind={kind!r}{hint} Expected one of {', '.join(TARGET_KINDS)}")
-    in_bytes = kind in ("activation_budget_bytes", "device_budget_bytes")
-    expected = {
-        "activation_budget_fraction": "a fraction, 0 < f <= 1",
-        "activation_saving_fraction": "a fraction, 0 < f <= 1",
-        "max_slowdown": "a ratio of step times from 1.0 on",
-    }.get(kind, "a number of bytes from 0 on")
-    number = _plain_number(value, f"target_value={value!r} for {kind}", expected)
-    if not math.isfinite(number):
-        raise ValueError(f"target_value={value!r} for {kind}; expected {expected}")
-    low_enough = number >= 0 if in_bytes else 0 < number <= 1 if "fraction" in kind else number >= 1
-    if not low_enough:
-        raise ValueError(f"target_value={value!r} for {kind}; expected {expected}")
-    return int(number) if in_bytes else float(number)
-
-
-def _plain_number(value: Any, what: str, expected: str) -> int | float:
-    if isinstance(value, (bool, np.bool_, str, bytes)) or value is None:
-        raise TypeError(f"{what} is a {type(value).__name__}; expected {expected}")
-    try:
-        return operator.index(value)
-    except TypeError:
-        pass
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{what} is a {type(value).__name__}; expected {expected}") from None
-
-
-def _static_bytes(options: dict[str, Any]) -> int:
-    """Takes ``static_bytes`` off the options."""
-    if "static_bytes" not in options:
-        raise ValueError(
-            "target_kind='device_budget_bytes' needs static_bytes=...: the bytes of weights, gradients, optimizer "
-            "state and batch that stand on the device beside the activations"
-        )
-    value = options.pop("static_bytes")
-    number = _plain_number(value, f"static_bytes={value!r}", "a number of bytes from 0 on")
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"static_bytes={value!r}; expected a number of bytes from 0 on")
-    return math.ceil(number)
-
-
-def _budget_bytes(kind: str, value: int | float, unplanned_bytes: int) -> int:
-    if kind == "activation_budget_fraction":
-        return math.floor(_share(value, unplanned_bytes) + _rounding(unplanned_bytes))
-    if kind == "activation_saving_fraction":
-        return unplanned_bytes - math.ceil(_share(value, unplanned_bytes) - _rounding(unplanned_bytes))
-    return int(value)
-
-
-def _share(fraction: float, total_bytes: int) -> Fraction:
-    return Fraction(fraction) * total_bytes
-
-
-def _rounding(total_bytes: int) -> Fraction:
-    """What a fraction such as 3/17 may be off by as a float: it must not cost a block."""
-    return Fraction(total_bytes, 2**52)
-
-
 def _within_slowdown(run: _Run, ratio: float, unplanned_bytes: int) -> tuple[PlannerResult, bool]:
-    """The result of least peak whose cost stays within the ratio, by bisection over budgets.
+    """The result of least peak whose cost stays within the ratio, by a search over budgets.
 
     For planners whose cost does not rise with the budget this is the least peak that they can reach.
     """
-    step = _step_cost(run.chain, run.cost)
-    allowed = (ratio - 1) * step * (1 + 1e-12)
+    allowed = (ratio - 1) * step_cost(run.chain, run.cost) * (1 + 1e-12)
     best = run(unplanned_bytes)
-    if run.added_cost(best.nodes) > allowed:
+    cost_above = run.added_cost(best.nodes)
+    if cost_above > allowed:
         return best, False
     above, below = run.simulated(best.nodes).peak_bytes, smallest_reachable(run.chain, run.memory_model)[0] - 1
+    cost_below = math.inf
+    proved, tries = True, 0
     while above - below > 1:
-        middle = (above + below) // 2
+        # by turns: half way; where the cost would be the one allowed if it were linear in between; one byte less
+        share = (cost_below - allowed) / (cost_below - cost_above) if math.isfinite(cost_below) else 0.5
+        share = (0.5, share, 1.0)[tries % 3]
+        middle = min(above - 1, max(below + 1, below + math.ceil((above - below) * share)))
+        tries += 1
         result = run(middle)
-        peak = run.simulated(result.nodes).peak_bytes
-        if peak <= middle and run.added_cost(result.nodes) <= allowed:
-            best, above = result, peak
+        peak, cost = run.simulated(result.nodes).peak_bytes, run.added_cost(result.nodes)
+        proved = proved and result.optimality_gap == 0
+        if peak <= middle and cost <= allowed:
+            best, above, cost_above = result, peak, cost
         else:
-            below = middle
-    return best, True
+            below, cost_below = middle, cost if peak <= middle else math.inf
+    return (best if proved else replace(best, optimality_gap=None)), True
 
 
-def _step_cost(chain: ChainProfile, cost: CostKind) -> float:
-    """Forward and backward of the whole step, in ms or FLOPs."""
-    regions = [region for region in (chain.pre, chain.post) if region is not None]
-    names = [*chain.block_ids, *(region.name for region in regions)]
-    total, missing = 0.0, []
-    for name, stage in zip(names, [*chain, *regions], strict=True):
-        both = (stage.forward_time_ms, stage.backward_time_ms)
-        if cost == "flops":
-            both = (stage.forward_flops, stage.backward_flops)
-        forward, backward = both
-        if forward is None or backward is None:
-            missing.append(name)
-        else:
-            total += forward + backward
-    if missing:
-        unit = "flops" if cost == "flops" else "time_ms"
-        raise ValueError(
-            f"target_kind='max_slowdown' needs the step's cost: forward_{unit} and backward_{unit} are missing "
-            f"for {name_some(missing)}"
-        )
-    return total
+# What comes of it ----------------------------------------------------------------------------------------------------
 
 
-# When it cannot be done ----------------------------------------------------------------------------------------------
-
-
-def _infeasible_slowdown(run: _Run, nodes: Sequence[PlanNode], ratio: float) -> InfeasibleTargetError:
-    added, step = run.added_cost(nodes), _step_cost(run.chain, run.cost)
-    simulated = run.simulated(nodes)
-    return InfeasibleTargetError(
-        f"planner {run.name!r} has no plan within max_slowdown={ratio}: it adds {_cost_text(added, run.cost)} to a "
-        f"step of {_cost_text(step, run.cost)}, a ratio of {1 + added / step:.4g}",
-        smallest_reachable_bytes=simulated.peak_bytes,
-        smallest_reachable_any_bytes=smallest_reachable(run.chain, run.memory_model)[0],
-        limited_by=simulated.peak_at,
-    )
-
-
-def _infeasible(run: _Run, simulated: PlanCost, budget: int, static_bytes: int) -> InfeasibleTargetError:
-    least_any, any_at = smallest_reachable(run.chain, run.memory_model)
-    own = simulated.peak_bytes
-    first = f"no plan of planner {run.name!r} keeps the activation peak within {_bytes_text(budget)}"
-    if static_bytes:
-        first += f" (what else stands on the device takes {_bytes_text(static_bytes)})"
-    parts = [first, f"its smallest reachable peak is {_bytes_text(own)}, set by {simulated.peak_at}"]
-    if least_any < own:
-        parts.append(f"planner 'dynamic_programming' reaches {_bytes_text(least_any)}, set by {any_at}")
-    parts.append("what would help: " + _levers(run.chain, simulated.peak_at, other_planner=least_any <= budget))
-    return InfeasibleTargetError(
-        "; ".join(parts),
-        budget_bytes=budget,
-        smallest_reachable_bytes=own,
-        smallest_reachable_any_bytes=least_any,
-        limited_by=simulated.peak_at,
-    )
-
-
-def _levers(chain: ChainProfile, peak_at: str, *, other_planner: bool) -> str:
-    levers = ["planner='dynamic_programming'"] if other_planner else []
-    if peak_at.startswith(AFTER):
-        levers.append("a chunked or fused loss (the head and the loss set the peak)")
-    levers.append("a smaller batch (with more accumulation the result is the same)")
-    if not peak_at.startswith((AFTER, BEFORE)):
-        levers.append(f"declaring smaller blocks inside {peak_at.rsplit(' ', 1)[0]!r}")
-    excluded = [block.block_id for block in chain if not block.eligible_for_checkpoint]
-    if excluded:
-        levers.append(f"making {name_some(excluded)} recomputable")
-    return "; ".join(levers)
-
-
-def _bytes_text(size_bytes: int) -> str:
-    return f"{size_bytes} bytes ({format_bytes(size_bytes)})"
-
-
-def _cost_text(cost: float, kind: CostKind) -> str:
-    return format_ms(cost) if kind == "time" else f"{cost:.4g} FLOPs"
-
-
-# Reasons -------------------------------------------------------------------------------------------------------------
-
-
-def _decisions(run: _Run, nodes: tuple[PlanNode, ...], simulated: PlanCost) -> tuple[CheckpointDecision, ...]:
+def _decisions(run: _Run, nodes: Sequence[PlanNode], simulated: PlanCost) -> tuple[CheckpointDecision, ...]:
     chosen = recomputed_blocks(nodes)
-    flat = all(isinstance(node, Keep) or len(blocks_of((node,))) == 1 for node in nodes)
-    reasons = _flat_reasons(run, chosen, simulated) if flat else _tree_reasons(run.chain, nodes)
+    reasons = block_reasons(run.chain, nodes, simulated.peak_bytes, run.memory_model, run.cost)
     return tuple(
         decision_for(block, i in chosen, reasons[i], simulated.retained_bytes[i]) for i, block in enumerate(run.chain)
     )
 
 
-def _tree_reasons(chain: ChainProfile, nodes: Sequence[PlanNode]) -> list[str]:
-    reasons = []
-    for node in nodes:
-        for i in blocks_of((node,)):
-            if isinstance(node, Keep):
-                reasons.append(_not_eligible(chain[i]) or "kept")
-            else:
-                reasons.append(f"recomputed: part of {nodes_text((node,))}")
-    return reasons
-
-
-def _flat_reasons(run: _Run, chosen: frozenset[int], simulated: PlanCost) -> list[str]:
-    """Each block's reason is what the peak would be if that block alone were decided the other way."""
-    tables = FlatTables(run.chain, run.memory_model, run.cost)
-    choice = np.array([i in chosen for i in range(len(run.chain))])
-    reasons = []
-    for i, block in enumerate(run.chain):
-        if not block.eligible_for_checkpoint:
-            reasons.append(_not_eligible(block))
-            continue
-        choice[i] ^= True
-        otherwise, stage = tables.peak_and_stage(choice)
-        choice[i] ^= True
-        cost = _cost_text(tables.work[i] or 0.0, run.cost)
-        difference = otherwise - simulated.peak_bytes if i in chosen else simulated.peak_bytes - otherwise
-        if i in chosen and difference > 0:
-            reasons.append(f"recomputed: saves {format_bytes(difference)} at the peak for {cost}")
-        elif i in chosen:
-            reasons.append(f"recomputed: for {cost}, though by itself it does not lower the peak")
-        elif not chosen and difference > 0:
-            reasons.append(f"kept: recomputing it would save {format_bytes(difference)} for {cost}")
-        elif difference > 0:
-            reasons.append(f"kept: not needed; recomputing it too would save {format_bytes(difference)} for {cost}")
-        else:
-            reasons.append(_no_gain(run.chain, i, stage - tables.first_stage))
-    return reasons
-
-
-def _no_gain(chain: ChainProfile, block: int, peak_block: int) -> str:
-    if peak_block == block:
-        return "kept: its recomputation would itself set the peak, saving nothing"
-    if peak_block >= len(chain):
-        return "kept: its recomputation would coincide with the peak of the head and loss, saving nothing"
-    where = BEFORE if peak_block < 0 else f"block {chain[peak_block].block_id!r}"
-    return f"kept: the peak is at {where}, which recomputing this block would not lower"
-
-
-def _not_eligible(block: BlockProfile) -> str:
-    return "" if block.eligible_for_checkpoint else f"not eligible: {block.exclusion_reason or 'no reason given'}"
+def _infeasible(
+    run: _Run, result: PlannerResult, budget: int | None, *, static_bytes: int, ratio: float
+) -> InfeasibleTargetError:
+    simulated = run.simulated(result.nodes)
+    if budget is not None:
+        return infeasible_budget(
+            run.name, run.chain, run.memory_model, simulated, budget_bytes=budget, static_bytes=static_bytes
+        )
+    return infeasible_slowdown(
+        run.name,
+        simulated,
+        smallest_reachable(run.chain, run.memory_model)[0],
+        ratio=ratio,
+        added=run.added_cost(result.nodes),
+        step=step_cost(run.chain, run.cost),
+        cost=run.cost,
+    )

@@ -6,9 +6,10 @@ import os
 
 import numpy as np
 
+from ckptplan.errors import PlanIncompatibleError
 from ckptplan.plan import CheckpointPlan, parse_plan_text
 from ckptplan.planners.tables import Bools, FlatTables, PlannerResult
-from ckptplan.profiles import ChainProfile, CostKind, MemoryModel
+from ckptplan.profiles import ChainProfile, CostKind, MemoryModel, name_some
 
 
 def no_checkpoint(
@@ -59,6 +60,16 @@ def text(
 def file(
     profile: ChainProfile, budget_bytes: int, *, cost: CostKind, memory_model: MemoryModel, path: str | os.PathLike[str]
 ) -> PlannerResult:
-    """The tree of a stored plan, judged anew under this profile and budget."""
+    """The tree of a stored plan, judged anew under this profile and budget.
+
+    Raises ``PlanIncompatibleError`` where it was made for other blocks or another model.
+    """
     stored = CheckpointPlan.load(path)
-    return PlannerResult(stored.nodes, None)
+    faults = []
+    if stored.block_ids != profile.block_ids:
+        faults.append(f"{path} is of blocks {name_some(stored.block_ids)}, not {name_some(profile.block_ids)}")
+    if stored.fingerprint and profile.fingerprint and stored.fingerprint != profile.fingerprint:
+        faults.append(f"{path} was made for another model: fingerprint {stored.fingerprint}, not {profile.fingerprint}")
+    if faults:
+        raise PlanIncompatibleError(faults)
+    return PlannerResult(stored.nodes)

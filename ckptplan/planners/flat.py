@@ -34,7 +34,7 @@ from ckptplan.profiles import ChainProfile, CostKind, MemoryModel
 # chains (few kinds of blocks); the last bounds a hopeless search at some seconds for 1,000 blocks.
 LABEL_CAPS = (256, 2048, 8192)
 _PROVED = 1e-9
-_ENOUGH_TO_EXCHANGE = 32
+_ENOUGH_TO_EXCHANGE, _MOST_TO_EXCHANGE = 32, 1000  # blocks; all pairs of them are looked at
 
 
 def dynamic_programming(
@@ -286,9 +286,7 @@ def _bounded(
     if len(bound) <= cap:
         return labels, float("inf")
     chosen = _most_hopeful(bound, cap, problem.tolerance)
-    cut = np.ones(len(bound), bool)
-    cut[chosen] = False
-    return _taken(labels, chosen), float(bound[cut].min(initial=float("inf")))
+    return _taken(labels, np.flatnonzero(chosen)), float(bound[~chosen].min(initial=float("inf")))
 
 
 def _taken(labels: _Stairs, chosen: Ints) -> _Stairs:
@@ -297,21 +295,24 @@ def _taken(labels: _Stairs, chosen: Ints) -> _Stairs:
 
 def _undominated(labels: _Stairs) -> Ints:
     """Positions of the staircase: need rising, value falling; of equal labels the first."""
-    order = np.lexsort((labels.value, labels.need))
+    if not len(labels.need):
+        return np.zeros(0, np.int64)
+    order: Ints = np.argsort(labels.need, kind="stable")  # merges sorted runs, one per way
     value = labels.value[order]
-    lower = np.append(True, value[1:] < np.minimum.accumulate(value)[:-1]) if len(value) else np.zeros(0, bool)
-    positions: Ints = order[lower]
-    return positions
+    order = order[np.append(True, value[1:] < np.minimum.accumulate(value)[:-1])]
+    need = labels.need[order]
+    return order[np.append(need[1:] != need[:-1], True)]
 
 
-def _most_hopeful(bound: Floats, cap: int, tolerance: float) -> Ints:
-    """Positions of the ``cap`` lowest bounds; among equal ones evenly spread; always the label of least need."""
+def _most_hopeful(bound: Floats, cap: int, tolerance: float) -> Bools:
+    """Which labels have the ``cap`` lowest bounds; among equal ones evenly spread; always that of least need."""
     limit = np.partition(bound, cap - 1)[cap - 1]
-    better = np.flatnonzero(bound < limit - tolerance)
+    chosen = bound < limit - tolerance
     equal = np.flatnonzero(np.abs(bound - limit) <= tolerance)
-    room = cap - len(better)
-    spread = equal[np.arange(room) * len(equal) // room]
-    return np.unique(np.concatenate(([0], better, spread)))
+    room = cap - int(chosen.sum())
+    chosen[equal[np.arange(room) * len(equal) // room]] = True
+    chosen[0] = True
+    return chosen
 
 
 def _followed(problem: Problem, trails: list[list[tuple[NDArray[np.int8], NDArray[np.int32]]]], label: int) -> Ints:
@@ -366,6 +367,8 @@ def _movable(problem: _FlatProblem, choice: Bools) -> tuple[Ints, Ints, int]:
     movable = np.flatnonzero(tables.eligible & early)
     if len(movable) < _ENOUGH_TO_EXCHANGE:
         movable = np.flatnonzero(tables.eligible)
+    if len(movable) > _MOST_TO_EXCHANGE:
+        movable = movable[np.arange(_MOST_TO_EXCHANGE) * len(movable) // _MOST_TO_EXCHANGE]
     return movable, change[movable], int(free[stage])
 
 

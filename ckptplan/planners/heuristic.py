@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ckptplan.planners.tables import Bools, FlatTables, PlannerResult
-from ckptplan.profiles import ChainProfile, CostKind, MemoryModel
+from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, as_chain, require_memory
+from ckptplan.simulate import simulate_plan
 
 
 def greedy(profile: ChainProfile, budget_bytes: int, *, cost: CostKind, memory_model: MemoryModel) -> PlannerResult:
@@ -28,7 +31,7 @@ def greedy_choice(tables: FlatTables, budget_bytes: int) -> Bools:
 
 def _grow(tables: FlatTables, budget_bytes: int) -> Bools:
     choice = np.zeros(tables.num_blocks, bool)
-    work = np.array([w or 0.0 for w in tables.work])
+    work = np.array([w or 0.0 for w in tables.work], float)
     while True:
         forward, backward = tables.levels(choice)
         in_backward = bool(backward.max() >= forward.max())
@@ -47,7 +50,7 @@ def _grow(tables: FlatTables, budget_bytes: int) -> Bools:
 def pruned(tables: FlatTables, choice: Bools, limit_bytes: int) -> Bools:
     """Keeps every block whose recomputation is not needed to stay within the limit, the dearest first."""
     choice = choice.copy()
-    work = np.array([w or 0.0 for w in tables.work])
+    work = np.array([w or 0.0 for w in tables.work], float)
     found = True
     while found:  # keeping one block can make another one's recomputation needless
         found = False
@@ -79,3 +82,15 @@ def least_peak_choice(tables: FlatTables) -> tuple[int, Bools]:
         state = next(t.next_state for t in stage[state] if t.option == options[index])
     first = tables.first_stage
     return trail[0][0][0], options[first : first + tables.num_blocks].astype(bool)
+
+
+def smallest_reachable(
+    profile: ChainProfile | Sequence[BlockProfile], memory_model: MemoryModel = "peak"
+) -> tuple[int, str]:
+    """The least peak in bytes of any flat plan, and the stage and phase that set it (``"layers.2 backward"``)."""
+    chain = as_chain(profile)
+    require_memory(chain, memory_model)
+    tables = FlatTables(chain, memory_model)
+    _, choice = least_peak_choice(tables)
+    simulated = simulate_plan(chain, tables.nodes(choice), memory_model)
+    return simulated.peak_bytes, simulated.peak_at

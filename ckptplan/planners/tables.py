@@ -64,11 +64,16 @@ class FlatTables:
     """Stages, boundary storages and costs of a chain under one memory model."""
 
     def __init__(
-        self, profile: ChainProfile | Sequence[BlockProfile], memory_model: MemoryModel, cost: CostKind = "time"
+        self, profile: ChainProfile | Sequence[BlockProfile], memory_model: MemoryModel, cost: CostKind | None = None
     ) -> None:
+        """Without ``cost`` each block costs 1 to recompute, for questions that are not about cost."""
         chain = as_chain(profile)
         self.num_blocks = len(chain)
-        self.work: tuple[float | None, ...] = recompute_costs(chain, cost)
+        self.work: tuple[float | None, ...] = (
+            tuple(1.0 if block.eligible_for_checkpoint else None for block in chain)
+            if cost is None
+            else recompute_costs(chain, cost)
+        )
         self.eligible: Bools = np.array([work is not None for work in self.work])
         self.storage_bytes: list[int] = []
         self.first_stage = 0  # of block 0

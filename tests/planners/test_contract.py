@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from ckptplan import planners
 from ckptplan.check import check_plan
 from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError, TimingOnlyProfileError
 from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute
 from ckptplan.planners import PLANNERS, PlannerResult, plan_checkpoints, smallest_reachable
 from ckptplan.planners.heuristic import greedy
 from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
+from ckptplan.simulate import PlanCost
 
 Make = Callable[..., ChainProfile]
 Oracle = Callable[[ChainProfile, str], list[tuple[float, int, int, tuple[bool, ...]]]]
@@ -44,7 +46,8 @@ def test_what_fits_is_within_the_budget_and_what_does_not_says_so(
             assert plan.feasible == (peak_of[choice] <= budget)
             assert plan.feasible or planner == "uniform"  # the others fit whenever a flat plan does
             check_plan(chain, plan, budget if plan.feasible else None)
-            assert plan == _plan(chain, budget, planner, memory_model=memory_model, on_infeasible="best_effort")
+            again = _plan(chain, budget, planner, memory_model=memory_model, on_infeasible="best_effort")
+            assert again.to_json() == plan.to_json()
         if least > 0:
             with pytest.raises(InfeasibleTargetError) as caught:
                 _plan(chain, least - 1, planner, memory_model=memory_model)
@@ -199,6 +202,19 @@ class TestPlugIns:
         assert caught.value.limited_by == "b2 backward"
 
 
+def test_the_referee_stands_behind_every_result(make_equal: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulator that is off by one byte is found out."""
+    real = planners.simulate_plan
+
+    def off_by_one(*arguments: Any) -> PlanCost:
+        cost = real(*arguments)
+        return dataclasses.replace(cost, peak_bytes=cost.peak_bytes - 1)
+
+    monkeypatch.setattr(planners, "simulate_plan", off_by_one)
+    with pytest.raises(PlanIncompatibleError, match="predicted_peak_bytes is"):
+        _plan(make_equal(3, 100, boundary=1), 250)
+
+
 class TestForcedPlans:
     def test_text_is_judged_like_any_planner(self, make_equal: Make) -> None:
         chain = make_equal(4, 100, boundary=1)
@@ -215,6 +231,15 @@ class TestForcedPlans:
         again = _plan(chain, 1000, "file", path=tmp_path / "plan.json")
         assert again.nodes == stored.nodes
         assert again.optimality_gap is None  # proved for another budget
+
+    def test_a_stored_plan_of_another_model_is_refused(self, make_equal: Make, tmp_path: Path) -> None:
+        chain = dataclasses.replace(make_equal(4, 100, boundary=1), fingerprint="gelu")
+        _plan(chain, 250).save(tmp_path / "plan.json")
+        swapped = dataclasses.replace(chain, fingerprint="relu")
+        with pytest.raises(PlanIncompatibleError, match="another model: fingerprint gelu, not relu"):
+            _plan(swapped, 1000, "file", path=tmp_path / "plan.json")
+        with pytest.raises(PlanIncompatibleError, match="is of blocks 'b0', 'b1', 'b2', 'b3', not 'b0', 'b1'"):
+            _plan(chain[:2], 1000, "file", path=tmp_path / "plan.json")
 
     def test_options_are_checked_by_name(self, make_equal: Make) -> None:
         chain = make_equal(2, 100)

@@ -35,7 +35,7 @@ def test_it_equals_brute_force_on_200_seeded_chains(
     for seed in range(50 * batch, 50 * (batch + 1)):
         chain = make_random(seed, most_blocks=10 if seed % 2 == 0 else 7, plain=seed % 2 == 0)
         plans = oracle(chain, memory_model)
-        tables = FlatTables(chain, memory_model)
+        tables = FlatTables(chain, memory_model, "time")
         for budget in _budgets(plans, random.Random(seed)):
             best = next(plan for plan in plans if plan[2] <= budget)
             choice, gap = cheapest_choice(tables, budget)
@@ -81,7 +81,7 @@ def test_costs_that_are_equal_as_decimals_are_equal() -> None:
         BlockProfile(f"b{i}", activation_bytes_estimate=s, recompute_time_ms=c)
         for i, (s, c) in enumerate([(1, 0.1), (2, 0.2), (3, 0.3)])
     ]
-    values = scaled_values(FlatTables(blocks, "additive"))
+    values = scaled_values(FlatTables(blocks, "additive", "time"))
     assert values[0] + values[1] == values[2] + 1
     plan = plan_checkpoints(blocks, target_kind="activation_budget_bytes", target_value=3, memory_model="additive")
     assert plan.recomputed == 1
@@ -180,7 +180,7 @@ def test_a_search_that_is_cut_short_reports_a_gap_that_holds(
     for seed in range(0, 60, 2):
         chain = make_random(seed, plain=True)
         plans = oracle(chain, memory_model)
-        tables = FlatTables(chain, memory_model)
+        tables = FlatTables(chain, memory_model, "time")
         for budget in _budgets(plans, random.Random(seed)):
             best = next(plan for plan in plans if plan[2] <= budget)
             choice, gap = cheapest_choice(tables, budget)

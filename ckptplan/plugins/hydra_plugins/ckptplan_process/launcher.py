@@ -37,7 +37,7 @@ class ProcessLauncher(Launcher):
             config = self._compose(list(overrides), index)
             loaded, resolved = load_config(config), resolve(config)
             self._check_targets_once(loaded, config, checked)
-            job_folder = folder / job_folder_name(index, loaded, resolved)
+            job_folder = _free(folder / job_folder_name(index, loaded, resolved))
             result = RunResult(
                 config_hash=config_hash(resolved),
                 name=loaded.name,
@@ -78,6 +78,15 @@ class ProcessLauncher(Launcher):
         flags = ["--config-name", str(hydra_config.job.config_name)]
         flags += ["--config-dir", added[0]] if added else []
         return (sys.executable, "-m", "ckptplan", *flags, *inherited, *overrides, *own)
+
+
+def _free(folder: Path) -> Path:
+    """``folder``, or the next free name where a sweep with a folder given by hand was here before."""
+    taken, count = folder, 1
+    while folder.exists():
+        count += 1
+        folder = taken.with_name(f"{taken.name}_{count}")
+    return folder
 
 
 def _done(overrides: Sequence[str]) -> JobReturn:

@@ -1,0 +1,142 @@
+"""Why: the reason for each block's decision, and the error where no plan will do. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ckptplan.errors import InfeasibleTargetError
+from ckptplan.plan import Keep, PlanNode, blocks_of, nodes_text, recomputed_blocks
+from ckptplan.planners.heuristic import smallest_reachable
+from ckptplan.planners.tables import FlatTables
+from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, name_some
+from ckptplan.simulate import AFTER, BEFORE, PlanCost
+from ckptplan.units import format_bytes, format_ms
+
+
+def infeasible_slowdown(
+    planner: str, least: PlanCost, least_any_bytes: int, *, ratio: float, added: float, step: float, cost: CostKind
+) -> InfeasibleTargetError:
+    """The planner's cheapest plan, ``least``, adds ``added`` to a step of ``step``: more than ``ratio`` allows."""
+    return InfeasibleTargetError(
+        f"planner {planner!r} has no plan within max_slowdown={ratio}: it adds {_cost_text(added, cost)} to a step of "
+        f"{_cost_text(step, cost)}, a ratio of {1 + added / step:.4g}",
+        smallest_reachable_bytes=least.peak_bytes,
+        smallest_reachable_any_bytes=least_any_bytes,
+        limited_by=least.peak_at,
+    )
+
+
+def infeasible_budget(
+    planner: str,
+    chain: ChainProfile,
+    memory_model: MemoryModel,
+    least: PlanCost,
+    *,
+    budget_bytes: int,
+    static_bytes: int,
+) -> InfeasibleTargetError:
+    """The planner's plan of least peak, ``least``, is above the budget: what sets its peak, and what would help."""
+    least_any, any_at = smallest_reachable(chain, memory_model)
+    own = least.peak_bytes
+    first = f"no plan of planner {planner!r} keeps the activation peak within {_bytes_text(budget_bytes)}"
+    if static_bytes:
+        first += f" (what else stands on the device takes {_bytes_text(static_bytes)})"
+    parts = [first, f"its smallest reachable peak is {_bytes_text(own)}, set by {least.peak_at}"]
+    if least_any < own:
+        parts.append(f"planner 'dynamic_programming' reaches {_bytes_text(least_any)}, set by {any_at}")
+    parts.append("what would help: " + _levers(chain, least.peak_at, other_planner=least_any <= budget_bytes))
+    return InfeasibleTargetError(
+        "; ".join(parts),
+        budget_bytes=budget_bytes,
+        smallest_reachable_bytes=own,
+        smallest_reachable_any_bytes=least_any,
+        limited_by=least.peak_at,
+    )
+
+
+def _levers(chain: ChainProfile, peak_at: str, *, other_planner: bool) -> str:
+    levers = ["planner='dynamic_programming'"] if other_planner else []
+    if peak_at.startswith(AFTER):
+        levers.append("a chunked or fused loss (the head and the loss set the peak)")
+    levers.append("a smaller batch (with more accumulation the result is the same)")
+    if not peak_at.startswith((AFTER, BEFORE)):
+        levers.append(f"declaring smaller blocks inside {peak_at.rsplit(' ', 1)[0]!r}")
+    excluded = [block.block_id for block in chain if not block.eligible_for_checkpoint]
+    if excluded:
+        levers.append(f"making {name_some(excluded)} recomputable")
+    return "; ".join(levers)
+
+
+def _bytes_text(size_bytes: int) -> str:
+    return f"{size_bytes} bytes ({format_bytes(size_bytes)})"
+
+
+def _cost_text(cost: float, kind: CostKind) -> str:
+    return format_ms(cost) if kind == "time" else f"{cost:.4g} FLOPs"
+
+
+# Reasons -------------------------------------------------------------------------------------------------------------
+
+
+def block_reasons(
+    chain: ChainProfile, nodes: Sequence[PlanNode], peak_bytes: int, memory_model: MemoryModel, cost: CostKind
+) -> list[str]:
+    """One sentence per block: why it is kept or recomputed."""
+    if any(len(blocks_of((node,))) > 1 for node in nodes):
+        return _tree_reasons(chain, nodes)
+    tables = FlatTables(chain, memory_model, cost)
+    return _flat_reasons(tables, chain, recomputed_blocks(nodes), peak_bytes, cost)
+
+
+def _tree_reasons(chain: ChainProfile, nodes: Sequence[PlanNode]) -> list[str]:
+    reasons = []
+    for node in nodes:
+        for i in blocks_of((node,)):
+            if isinstance(node, Keep):
+                reasons.append(_not_eligible(chain[i]) or "kept")
+            else:
+                reasons.append(f"recomputed: part of {nodes_text((node,))}")
+    return reasons
+
+
+def _flat_reasons(
+    tables: FlatTables, chain: ChainProfile, chosen: frozenset[int], peak_bytes: int, kind: CostKind
+) -> list[str]:
+    """Each block's reason is what the peak would be if that block alone were decided the other way."""
+    choice = np.array([i in chosen for i in range(len(chain))])
+    reasons = []
+    for i, block in enumerate(chain):
+        if not block.eligible_for_checkpoint:
+            reasons.append(_not_eligible(block))
+            continue
+        choice[i] ^= True
+        otherwise, stage = tables.peak_and_stage(choice)
+        choice[i] ^= True
+        cost = _cost_text(tables.work[i] or 0.0, kind)
+        difference = otherwise - peak_bytes if i in chosen else peak_bytes - otherwise
+        if i in chosen and difference > 0:
+            reasons.append(f"recomputed: saves {format_bytes(difference)} at the peak for {cost}")
+        elif i in chosen:
+            reasons.append(f"recomputed: for {cost}, though by itself it does not lower the peak")
+        elif not chosen and difference > 0:
+            reasons.append(f"kept: recomputing it would save {format_bytes(difference)} for {cost}")
+        elif difference > 0:
+            reasons.append(f"kept: not needed; recomputing it too would save {format_bytes(difference)} for {cost}")
+        else:
+            reasons.append(_no_gain(chain, i, stage - tables.first_stage))
+    return reasons
+
+
+def _no_gain(chain: ChainProfile, block: int, peak_block: int) -> str:
+    if peak_block == block:
+        return "kept: its recomputation would itself set the peak, saving nothing"
+    if peak_block >= len(chain):
+        return "kept: its recomputation would coincide with the peak of the head and loss, saving nothing"
+    where = BEFORE if peak_block < 0 else f"block {chain[peak_block].block_id!r}"
+    return f"kept: the peak is at {where}, which recomputing this block would not lower"
+
+
+def _not_eligible(block: BlockProfile) -> str:
+    return "" if block.eligible_for_checkpoint else f"not eligible: {block.exclusion_reason or 'no reason given'}"
