@@ -40,6 +40,7 @@ PLANNER_NAMES = {
     "uniform": "uniform",
     "greedy": "greedy",
     "dp": "dynamic_programming",
+    "optimal": "optimal",
 }
 PLAN_SOURCES = ("text", "file")
 

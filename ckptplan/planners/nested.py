@@ -120,7 +120,7 @@ def _least_peak(chain: OptionChain, most_bytes: int) -> _Known | None:
 def _refined(chain: OptionChain, relaxed: Problem, best: _Known, lower: int) -> PlannerResult:
     """The best plan that the recursion finds, and the gap to the bound that it proves."""
     limit = longest(chain)
-    complete, grain = False, 0
+    complete, grain = False, None
     for count in GRAINS:
         finer = max(1, (best.value - lower) // count) if count else 0
         stretches = _bounded(chain, relaxed, best.value, lower, finer, limit)
@@ -131,14 +131,14 @@ def _refined(chain: OptionChain, relaxed: Problem, best: _Known, lower: int) -> 
         grain, complete = finer, stretches.num_merged == 0
         if complete:
             break
-    if limit < len(chain):
+    if limit < len(chain) or grain is None:
         return PlannerResult(best.nodes, _gap(chain, best.value, lower))
     if complete:
         return PlannerResult(best.nodes, 0.0)
     downwards = _bounded(chain, relaxed, best.value, lower, grain, limit, optimistic=True)
     least = downwards.whole().at(relaxed.budget_bytes)
-    bound = best.value if least is None else min(least, best.value)
-    return PlannerResult(best.nodes, _gap(chain, best.value, max(lower, bound)))
+    bound = best.value if least is None else max(lower, min(least, best.value))
+    return PlannerResult(best.nodes, _gap(chain, best.value, bound))
 
 
 def _better(chain: OptionChain, stretches: Stretches, budget_bytes: int, best: _Known) -> _Known:

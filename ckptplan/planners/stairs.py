@@ -62,10 +62,12 @@ def lowest(parts: Sequence[Stairs], most_bytes: int, most_value: int) -> Stairs:
     need, value = need[inside], value[inside]
     if not len(need):
         return NO_STAIRS
-    order = np.lexsort((value, need))
+    order = np.argsort(need, kind="stable")  # merges sorted runs, one per part
     need, value = need[order], value[order]
     falls = np.append(True, value[1:] < np.minimum.accumulate(value)[:-1])
-    return Stairs(need[falls], value[falls])
+    need, value = need[falls], value[falls]
+    last = np.append(need[1:] != need[:-1], True)
+    return Stairs(need[last], value[last])
 
 
 def coarsened(stairs: Stairs, grain: int, *, optimistic: bool) -> Stairs:
