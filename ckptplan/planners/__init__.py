@@ -232,7 +232,7 @@ def _within_slowdown(run: _Run, ratio: float, unplanned_bytes: int) -> tuple[Pla
     cost_above = run.added_cost(best.nodes)
     if cost_above > allowed:
         return best, False
-    above, below = run.simulated(best.nodes).peak_bytes, smallest_reachable(run.chain, run.memory_model)[0] - 1
+    above, below = run.simulated(best.nodes).peak_bytes, run.simulated(run(0).nodes).peak_bytes - 1
     cost_below = math.inf
     proved, tries = True, 0
     while above - below > 1:

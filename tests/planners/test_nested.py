@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from ckptplan.errors import InfeasibleTargetError
 from ckptplan.plan import Recompute, parse_plan_text
 from ckptplan.planners import plan_checkpoints
 from ckptplan.planners.nested import cheapest_plan, least_peak_plan, longest
-from ckptplan.planners.options import Option, OptionChain, option_chain
+from ckptplan.planners.options import option_chain
 from ckptplan.planners.stretches import Stretches
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
 from ckptplan.simulate import no_checkpoint_peak, plan_recompute_cost, simulate_plan
@@ -200,45 +200,11 @@ def test_schedules_as_text(steps: int, slots: int, text: str) -> None:
 # Scale and bounds ----------------------------------------------------------------------------------------------------
 
 
-def _five_options(chain: OptionChain, seed: int) -> tuple[OptionChain, dict[tuple[int, int], StageCost]]:
-    """Three more ways to run each block, between keeping all and nothing; nodes are stand-ins with a number."""
-    rng = random.Random(seed)
-    blocks, figures = [], {}
-    for i, block in enumerate(chain.blocks):
-        options = list(block.options)
-        for number in range(3):
-            share = (number + 1) / 4 + rng.random() / 8
-            keep = block.keep
-            cost = replace(keep, saved_bytes=int(keep.saved_bytes * share))
-            value = int((1 - share) ** 2 * block.last) // chain.runs_scale * chain.runs_scale + 1
-            options.append(Option(cost, value, _StandIn(number)))
-            figures[i, number] = cost
-        blocks.append(block._replace(options=tuple(options)))
-    kinds = {block: number for number, block in enumerate(dict.fromkeys(blocks))}
-    return replace(chain, blocks=tuple(blocks), kinds=tuple(kinds[block] for block in blocks)), figures
-
-
-@dataclass(frozen=True)
-class _StandIn:
-    """A node maker: ``Selective`` in miniature."""
-
-    number: int
-
-    def __call__(self, block: int) -> Any:
-        return _StandInNode(block, self.number)
-
-
-@dataclass(frozen=True)
-class _StandInNode:
-    block: int
-    number: int
-
-
 def test_more_options_are_used_and_equal_brute_force(make_random: Make) -> None:
     """Flat plans of five options a block, judged tensor by tensor: each option as if it were the block's keep."""
     for seed in range(6):
         chain = trees.uneven(make_random(seed, most_blocks=4, plain=True), 2 * seed)
-        options, figures = _five_options(option_chain(chain, "time"), seed)
+        options, figures = trees.five_options(option_chain(chain, "time"), seed)
         ways = [range(len(block.options)) for block in options.blocks]
         plans = []
         for choice in itertools.product(*ways):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckptplan.planners.options import Option, OptionChain
 from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
 
 Tree = int | tuple[Any, ...]  # block number: kept; tuple: recomputed children; (i,): block i by itself
@@ -174,3 +175,37 @@ def uneven(chain: ChainProfile, seed: int) -> ChainProfile:
         forward_ms = rng.randint(16, 160) / 32
         blocks.append(replace(block, recompute=again, output_gradient_bytes=gradient, forward_time_ms=forward_ms))
     return replace(chain, blocks=tuple(blocks))
+
+
+def five_options(chain: OptionChain, seed: int) -> tuple[OptionChain, dict[tuple[int, int], StageCost]]:
+    """Three more ways to run each block, between keeping all and nothing; nodes are stand-ins with a number."""
+    rng = random.Random(seed)
+    blocks, figures = [], {}
+    for i, block in enumerate(chain.blocks):
+        options = list(block.options)
+        for number in range(3):
+            share = (number + 1) / 4 + rng.random() / 8
+            keep = block.keep
+            cost = replace(keep, saved_bytes=int(keep.saved_bytes * share))
+            value = int((1 - share) ** 2 * block.last) // chain.runs_scale * chain.runs_scale + 1
+            options.append(Option(cost, value, _StandIn(number)))
+            figures[i, number] = cost
+        blocks.append(block._replace(options=tuple(options)))
+    kinds = {block: number for number, block in enumerate(dict.fromkeys(blocks))}
+    return replace(chain, blocks=tuple(blocks), kinds=tuple(kinds[block] for block in blocks)), figures
+
+
+@dataclass(frozen=True)
+class _StandIn:
+    """A node maker: ``Selective`` in miniature."""
+
+    number: int
+
+    def __call__(self, block: int) -> Any:
+        return _StandInNode(block, self.number)
+
+
+@dataclass(frozen=True)
+class _StandInNode:
+    block: int
+    number: int
