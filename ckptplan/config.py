@@ -41,6 +41,7 @@ PLANNER_NAMES = {
     "greedy": "greedy",
     "dp": "dynamic_programming",
     "optimal": "optimal",
+    "ilp": "ilp",
 }
 PLAN_SOURCES = ("text", "file")
 

@@ -19,7 +19,7 @@ errors units config record
 randomness runtime optim trees blocks memory recompute twin subject profiles stages
 trace discovery observe kinds regions measure
 plan targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
-planners.options planners.stairs planners.stretches planners.nested
+planners.options planners.stairs planners.stretches planners.nested planners.milp
 planners.budgets planners.reasons planners
 validate apply proof benchmark budget
 data.spec data.checks data.order data data.dataset data.digits data.images data.text data.tokens
@@ -32,8 +32,8 @@ run cli __main__
 # What plans, checks and reports without a model at hand.
 TORCH_FREE = """
 errors units config targets record profiles plan simulate check planners planners.tables planners.heuristic
-planners.fixed planners.flat planners.options planners.stairs planners.stretches planners.nested planners.budgets
-planners.reasons data.spec sweeps report report.tables cli
+planners.fixed planners.flat planners.options planners.stairs planners.stretches planners.nested planners.milp
+planners.budgets planners.reasons data.spec sweeps report report.tables cli
 """.split()
 
 

@@ -24,6 +24,7 @@ from ckptplan.planners.budgets import TARGET_KINDS, TargetKind, budget_for, chec
 from ckptplan.planners.fixed import checkpoint_all, file, no_checkpoint, text, uniform
 from ckptplan.planners.flat import dynamic_programming
 from ckptplan.planners.heuristic import greedy, smallest_reachable
+from ckptplan.planners.milp import ilp
 from ckptplan.planners.nested import optimal
 from ckptplan.planners.reasons import block_reasons, infeasible_budget, infeasible_slowdown
 from ckptplan.planners.tables import PlannerResult
@@ -62,6 +63,7 @@ PLANNERS: dict[str, Planner] = {
     "dynamic_programming": dynamic_programming,
     "dp": dynamic_programming,
     "optimal": optimal,
+    "ilp": ilp,
     "text": text,
     "file": file,
 }

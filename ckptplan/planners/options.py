@@ -7,7 +7,7 @@ stage does to the storages at its boundary is in :func:`passed_on`; it is exact,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -137,6 +137,19 @@ def option_chain(profile: ChainProfile, cost: CostKind) -> OptionChain:
     )
 
 
+def additive_profile(profile: ChainProfile) -> ChainProfile:
+    """A chain whose peak is the sum of ``activation_bytes_estimate`` over kept blocks: the additive model."""
+    blocks = []
+    for block in profile:
+        keep = replace(NOTHING, saved_bytes=block.activation_bytes_estimate or 0)
+        blocks.append(
+            replace(
+                block, keep=keep, recompute=NOTHING, output_bytes=(0,), output_is_input=(None,), output_gradient_bytes=0
+            )
+        )
+    return ChainProfile(tuple(blocks))
+
+
 def recompute_one(block: int) -> PlanNode:
     """The node that recomputes one block by itself."""
     return Recompute((Keep(block),))
@@ -214,6 +227,19 @@ def spread(flags: tuple[bool, ...], count: int) -> tuple[bool, ...]:
 
 
 # Flat plans over options ---------------------------------------------------------------------------------------------
+
+
+def flat_peak(chain: OptionChain, choice: Sequence[int]) -> int:
+    """Most bytes alive in a step with block i under option ``choice[i]``."""
+    stages = [] if chain.pre is None else [chain.pre]
+    stages += [(block.options[o].cost, block.outputs) for block, o in zip(chain.blocks, choice, strict=True)]
+    retained, peak, loads = 0, 0, chain.inputs
+    for cost, outputs in [*stages, (chain.post, ())]:
+        passage = passed_on(cost, outputs, loads)
+        need = max(passage.unheld + cost.forward_peak_bytes, passage.newly + cost.backward_peak_bytes)
+        peak = max(peak, retained + need)
+        retained, loads = retained + passage.retained, passage.loads
+    return peak
 
 
 def flat_stages(chain: OptionChain, *, relaxed: bool = False) -> Stages:
