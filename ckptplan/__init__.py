@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ckptplan.benchmark import BenchmarkResult, compare_results, run_benchmark
     from ckptplan.blocks import CheckpointableBlock, declare_blocks
     from ckptplan.check import check_plan
+    from ckptplan.curve import CurvePoint, PlanCurve, plan_curve
     from ckptplan.errors import (
         BlockDeclarationError,
         CkptplanError,
@@ -51,6 +52,9 @@ _MODULE_OF_NAME = {
     "simulate_plan": "simulate",
     "PlanCost": "simulate",
     "check_plan": "check",
+    "plan_curve": "curve",
+    "PlanCurve": "curve",
+    "CurvePoint": "curve",
     "validate_plan": "validate",
     "apply_plan": "apply",
     "CheckpointedSequential": "apply",
@@ -87,6 +91,9 @@ __all__ = [  # noqa: RUF022 - data-path order
     "simulate_plan",
     "PlanCost",
     "check_plan",
+    "plan_curve",
+    "PlanCurve",
+    "CurvePoint",
     "validate_plan",
     "apply_plan",
     "CheckpointedSequential",

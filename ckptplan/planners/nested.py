@@ -3,14 +3,13 @@
 Method. The flat plan first: it is found fast (``flat.py``) and gives a cost to beat. Then a lower bound on every plan,
 nested or not: the flat problem in which a recomputed block takes no bytes at all. Where the two meet, the flat plan is
 proved. Where they do not, or where no flat plan fits, the recursion of ``stretches.py`` is solved within the bounds
-found so far: what costs more than the known plan, or needs more than the budget, is left out. It is solved coarsely
-first, which gives a better plan to prune with, and then exactly.
+found so far: what costs more than the known plan, or needs more than the budget, is left out.
 
 Guarantee. ``optimality_gap`` is relative to the least cost of all persistent plans (a kept value stays until its
 backward) over the profile's options; 0.0 stands for less than 1e-9. Staircases can grow exponentially. Where they grow
-beyond ``MOST_CORNERS`` the last coarse plan stays, and the same recursion merged downwards gives the bound of which the
-gap is told. Chains with more different stretches than ``MOST_WAYS`` allows get segments of limited length; the gap
-counts what that may cost.
+beyond ``MOST_CORNERS``, values that differ by less than a grain are merged, ever finer while that is affordable, and
+the same recursion merged downwards gives the bound of which the gap is told. Chains with more different stretches than
+``MOST_WAYS`` allows get segments of limited length; the gap counts what that may cost.
 """
 
 from __future__ import annotations
@@ -19,16 +18,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ckptplan.errors import PlannerScaleError
 from ckptplan.plan import PlanNode
 from ckptplan.planners.flat import Problem, cheapest_choice, dynamic_programming, search
 from ckptplan.planners.heuristic import least_peak_choice
-from ckptplan.planners.options import LARGEST_VALUE, OptionChain, flat_stages, option_chain
+from ckptplan.planners.options import (
+    LARGEST_VALUE,
+    OptionChain,
+    additive_profile,
+    flat_peak,
+    flat_stages,
+    option_chain,
+)
 from ckptplan.planners.stairs import Stairs
 from ckptplan.planners.stretches import Stretches, TooManyCornersError
 from ckptplan.planners.tables import FlatTables, PlannerResult
 from ckptplan.profiles import ChainProfile, CostKind, MemoryModel
 
-GRAINS = (64, 256, 1024, 0)  # values told apart within the range of interest, in turn; 0: all of them
+GRAINS = (0, 64, 256, 1024)  # values told apart within the range of interest, in turn; 0: all of them
 MOST_CORNERS = 30_000_000  # of staircases merged in one pass: some 3 s
 MOST_WAYS = 200_000  # pairs of staircases added in one pass: some 4 s
 _LABELS = 512
@@ -127,7 +134,9 @@ def _refined(chain: OptionChain, relaxed: Problem, best: _Known, lower: int) -> 
         try:
             best = _better(chain, stretches, relaxed.budget_bytes, best)
         except TooManyCornersError:
-            break
+            if count:
+                break
+            continue
         grain, complete = finer, stretches.num_merged == 0
         if complete:
             break
@@ -173,6 +182,63 @@ def _bounded(
         most_corners=None if optimistic else MOST_CORNERS,
         trim=trim,
     )
+
+
+# The whole trade-off -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tradeoff:
+    """Every peak at which the least cost falls, and the plan for each.
+
+    Attributes:
+        peaks: in bytes, rising; the last is reached with nothing recomputed, or with less than that.
+        epsilon: relative to each plan's cost, how far it may be above the least; None: not known.
+    """
+
+    peaks: tuple[int, ...]
+    epsilon: float | None
+    stretches: Stretches
+
+    def nodes(self, peak_bytes: int) -> tuple[PlanNode, ...]:
+        """A cheapest plan within the peak."""
+        return self.stretches.nodes(peak_bytes)
+
+
+def tradeoff(profile: ChainProfile, *, cost: CostKind, memory_model: MemoryModel, nested: bool) -> Tradeoff:
+    """The whole trade-off in one solve: exact where staircases stay within ``MOST_CORNERS``, else the finest grain."""
+    chain = option_chain(additive_profile(profile) if memory_model == "additive" else profile, cost)
+    limit = longest(chain) if nested and memory_model == "peak" else 1
+    most_bytes = flat_peak(chain, [0] * len(chain))
+    total = sum(block.least for block in chain.blocks)
+    solved = None
+    for count in GRAINS:
+        grain = max(1, total // (4 * count)) if count else 0
+        stretches = Stretches(
+            chain, most_bytes, slack=LARGEST_VALUE, grain=grain, longest=limit, most_corners=MOST_CORNERS
+        )
+        try:
+            solved = stretches, stretches.whole()
+        except TooManyCornersError:
+            if solved:
+                break
+            continue
+        if count == 0:
+            break
+    if solved is None:
+        raise PlannerScaleError(
+            f"the trade-off of {len(chain)} blocks is beyond what can be solved; plan_checkpoints answers one budget"
+        )
+    stretches, whole = solved
+    epsilon: float | None = 0.0
+    if stretches.num_merged:
+        lower = Stretches(
+            chain, most_bytes, slack=LARGEST_VALUE, grain=stretches.grain, optimistic=True, longest=limit
+        ).whole()
+        epsilon = max(_gap(chain, int(v), lower.at(int(n)) or 0) for n, v in zip(whole.need, whole.value, strict=True))
+    if nested and limit < len(chain) and memory_model == "peak":
+        epsilon = None
+    return Tradeoff(tuple(whole.need.tolist()), epsilon, stretches)
 
 
 def longest(chain: OptionChain) -> int:
