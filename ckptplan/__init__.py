@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ckptplan.apply import CheckpointedSequential, apply_plan, checkpointed
     from ckptplan.benchmark import BenchmarkResult, compare_results, run_benchmark
     from ckptplan.blocks import CheckpointableBlock, declare_blocks
+    from ckptplan.certificate import Certificate, certify
     from ckptplan.check import check_plan
     from ckptplan.curve import CurvePoint, PlanCurve, plan_curve
     from ckptplan.errors import (
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         UnsupportedBoundaryError,
         UnsupportedPlanVersionError,
     )
+    from ckptplan.explanation import BlockExplanation, PlanExplanation, explain
     from ckptplan.measure import profile_blocks, profile_model
     from ckptplan.plan import CheckpointDecision, CheckpointPlan, Keep, Recompute
     from ckptplan.planners import plan_checkpoints
@@ -55,6 +57,11 @@ _MODULE_OF_NAME = {
     "plan_curve": "curve",
     "PlanCurve": "curve",
     "CurvePoint": "curve",
+    "certify": "certificate",
+    "Certificate": "certificate",
+    "explain": "explanation",
+    "PlanExplanation": "explanation",
+    "BlockExplanation": "explanation",
     "validate_plan": "validate",
     "apply_plan": "apply",
     "CheckpointedSequential": "apply",
@@ -94,6 +101,11 @@ __all__ = [  # noqa: RUF022 - data-path order
     "plan_curve",
     "PlanCurve",
     "CurvePoint",
+    "certify",
+    "Certificate",
+    "explain",
+    "PlanExplanation",
+    "BlockExplanation",
     "validate_plan",
     "apply_plan",
     "CheckpointedSequential",

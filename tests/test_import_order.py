@@ -20,7 +20,8 @@ randomness runtime optim trees blocks memory recompute twin subject profiles sta
 trace discovery observe kinds regions measure
 plan targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
 planners.options planners.stairs planners.stretches planners.nested planners.milp
-planners.budgets planners.reasons planners curve
+planners.budgets planners.reasons planners
+curve certificate explanation
 validate apply proof benchmark budget
 data.spec data.checks data.order data data.dataset data.digits data.images data.text data.tokens
 models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models
@@ -33,7 +34,7 @@ run cli __main__
 TORCH_FREE = """
 errors units config targets record profiles plan simulate check planners planners.tables planners.heuristic
 planners.fixed planners.flat planners.options planners.stairs planners.stretches planners.nested planners.milp
-planners.budgets planners.reasons curve data.spec sweeps report report.tables cli
+planners.budgets planners.reasons curve certificate explanation data.spec sweeps report report.tables cli
 """.split()
 
 

@@ -25,7 +25,7 @@ from ckptplan.planners.fixed import checkpoint_all, file, no_checkpoint, text, u
 from ckptplan.planners.flat import dynamic_programming
 from ckptplan.planners.heuristic import greedy, smallest_reachable
 from ckptplan.planners.milp import ilp
-from ckptplan.planners.nested import optimal
+from ckptplan.planners.nested import least_nested_peak, optimal
 from ckptplan.planners.reasons import block_reasons, infeasible_budget, infeasible_slowdown
 from ckptplan.planners.tables import PlannerResult
 from ckptplan.profiles import (
@@ -275,7 +275,7 @@ def _infeasible(
     return infeasible_slowdown(
         run.name,
         simulated,
-        smallest_reachable(run.chain, run.memory_model)[0],
+        least_nested_peak(run.chain, run.memory_model)[0],
         ratio=ratio,
         added=run.added_cost(result.nodes),
         step=step_cost(run.chain, run.cost),

@@ -21,7 +21,7 @@ import numpy as np
 from ckptplan.errors import PlannerScaleError
 from ckptplan.plan import PlanNode
 from ckptplan.planners.flat import Problem, cheapest_choice, dynamic_programming, search
-from ckptplan.planners.heuristic import least_peak_choice
+from ckptplan.planners.heuristic import least_peak_choice, smallest_reachable
 from ckptplan.planners.options import (
     LARGEST_VALUE,
     OptionChain,
@@ -34,6 +34,7 @@ from ckptplan.planners.stairs import Stairs
 from ckptplan.planners.stretches import Stretches, TooManyCornersError
 from ckptplan.planners.tables import FlatTables, PlannerResult
 from ckptplan.profiles import ChainProfile, CostKind, MemoryModel
+from ckptplan.simulate import simulate_plan
 
 GRAINS = (0, 64, 256, 1024)  # values told apart within the range of interest, in turn; 0: all of them
 MOST_CORNERS = 30_000_000  # of staircases merged in one pass: some 3 s
@@ -55,7 +56,7 @@ def optimal(profile: ChainProfile, budget_bytes: int, *, cost: CostKind, memory_
 
 def least_peak_plan(chain: OptionChain) -> tuple[PlanNode, ...]:
     """A plan of the least peak that any plan has (among those with segments of at most :func:`longest` blocks)."""
-    found = _least_peak(chain, LARGEST_VALUE)
+    found = _least_peak(chain, LARGEST_VALUE, longest(chain))
     assert found is not None
     return found.nodes
 
@@ -71,12 +72,26 @@ def cheapest_plan(chain: OptionChain, budget_bytes: int, flat_nodes: tuple[PlanN
     relaxed = Problem(flat_stages(chain, relaxed=True), budget_bytes)
     lower = _least_value(chain, relaxed, LARGEST_VALUE if best is None else best.value)
     if best is None:
-        best = _least_peak(chain, budget_bytes)
+        best = _least_peak(chain, budget_bytes, longest(chain))
         if best is None:
             return PlannerResult(least_peak_plan(chain), None)
     if _gap(chain, best.value, lower) == 0.0:
         return PlannerResult(best.nodes, 0.0)
     return _refined(chain, relaxed, best, lower)
+
+
+def least_nested_peak(profile: ChainProfile, memory_model: MemoryModel) -> tuple[int, str]:
+    """The least peak in bytes of plans of any shape, and the stage and phase that set it; quick on long chains too.
+
+    Where stretches neither repeat nor are few, segments are limited in length, and the least may be lower still.
+    """
+    if memory_model == "additive":
+        return smallest_reachable(profile, memory_model)
+    chain = option_chain(profile, None)
+    found = _least_peak(chain, LARGEST_VALUE, longest(chain, MOST_WAYS // 10))
+    assert found is not None
+    simulated = simulate_plan(profile, found.nodes)
+    return simulated.peak_bytes, simulated.peak_at
 
 
 @dataclass(frozen=True)
@@ -113,10 +128,10 @@ def _gap(chain: OptionChain, value: int, lower: int) -> float:
     return gap if gap > _PROVED else 0.0
 
 
-def _least_peak(chain: OptionChain, most_bytes: int) -> _Known | None:
+def _least_peak(chain: OptionChain, most_bytes: int, limit: int) -> _Known | None:
     """The plan of least peak if it is within ``most_bytes``: with one corner per staircase, that of fewest bytes."""
     one_corner = 2 * LARGEST_VALUE
-    stretches = Stretches(chain, most_bytes, slack=LARGEST_VALUE, grain=one_corner, longest=longest(chain))
+    stretches = Stretches(chain, most_bytes, slack=LARGEST_VALUE, grain=one_corner, longest=limit)
     whole = stretches.whole()
     if not len(whole.need):
         return None
@@ -241,13 +256,14 @@ def tradeoff(profile: ChainProfile, *, cost: CostKind, memory_model: MemoryModel
     return Tradeoff(tuple(whole.need.tolist()), epsilon, stretches)
 
 
-def longest(chain: OptionChain) -> int:
+def longest(chain: OptionChain, most_ways: int | None = None) -> int:
     """Most blocks in a segment so that solving stays affordable; all of them where stretches repeat or are few."""
+    most_ways = MOST_WAYS if most_ways is None else most_ways
     length, ways = 1, 0
     while length < len(chain):
         length += 1
         different = len({chain.kinds[i : i + length] for i in range(len(chain) - length + 1)})
         ways += different * length + len(chain)
-        if ways > MOST_WAYS:
+        if ways > most_ways:
             return length - 1
     return length

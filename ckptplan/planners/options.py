@@ -113,10 +113,19 @@ class OptionChain:
         return sum(self._full(child) for child in node.children)
 
 
-def option_chain(profile: ChainProfile, cost: CostKind) -> OptionChain:
-    """The chain under the peak model. Today's options are keep and, where eligible, recompute."""
-    last_costs = recompute_costs(profile, cost)
-    works = [(_full_cost(block, last, cost), last or 0.0) for block, last in zip(profile, last_costs, strict=True)]
+def option_chain(profile: ChainProfile, cost: CostKind | None) -> OptionChain:
+    """The chain under the peak model. Today's options are keep and, where eligible, recompute.
+
+    Without ``cost`` each run of a block costs 1, for questions that are not about cost.
+    """
+    if cost is None:
+        last_costs: tuple[float | None, ...] = tuple(
+            1.0 if block.eligible_for_checkpoint else None for block in profile
+        )
+        works = [(1.0, 1.0)] * len(profile)
+    else:
+        last_costs = recompute_costs(profile, cost)
+        works = [(_full_cost(block, last, cost), last or 0.0) for block, last in zip(profile, last_costs, strict=True)]
     unit, runs_scale = _scale(works)
     values = [tuple(round(Fraction(str(figure)) / unit) * runs_scale + 1 for figure in pair) for pair in works]
     blocks = tuple(

@@ -69,6 +69,9 @@ def test_it_equals_brute_force_over_all_recursive_plans(make_random: Make, batch
                     with pytest.raises(InfeasibleTargetError) as caught:
                         _plan(chain, limit)
                     assert caught.value.smallest_reachable_bytes == peaks[0]
+                    with pytest.raises(InfeasibleTargetError) as caught:
+                        _plan(chain, limit, "greedy")
+                    assert caught.value.smallest_reachable_any_bytes == peaks[0]
                     continue
                 best = next(cost for cost, peak, _ in plans if peak <= limit)
                 plan = _plan(chain, limit)
