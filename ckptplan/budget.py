@@ -17,9 +17,10 @@ from ckptplan.planners import plan_checkpoints, smallest_reachable
 from ckptplan.planners.budgets import budget_for
 from ckptplan.profiles import ChainProfile
 from ckptplan.simulate import no_checkpoint_peak
+from ckptplan.trees import distinct_storages, tensors_in
 
-# Share of a CUDA budget left to what the allocator's statistics do not show between stages. Stated in
-# result.json; not calibrated on a device yet. On a CPU measured bytes are exact, so nothing is taken off.
+# Share of a CUDA budget left to what the allocator's statistics do not show between stages, unless margin_frac
+# says another. Stated in result.json; not calibrated on a device yet. On a CPU measured bytes are exact.
 CUDA_MARGIN = 0.01
 AUTO_HEADROOM = 0.1  # share of the free memory that budget=auto leaves alone
 
@@ -31,21 +32,23 @@ class StaticBytes:
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int | None
+    batch_bytes: int = 0
 
     @property
     def total_bytes(self) -> int | None:
         if self.optimizer_bytes is None:
             return None
-        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.batch_bytes
 
 
-def static_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StaticBytes:
-    """Parameters and buffers, their gradients, and the optimizer state that will come into being at the first step."""
+def static_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any = ()) -> StaticBytes:
+    """Parameters and buffers, gradients, the batch, and the optimizer state that the first step will bring."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return StaticBytes(
         weights_bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
         gradients_bytes=sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
         optimizer_bytes=optimizer_state_bytes(optimizer),
+        batch_bytes=sum(t.untyped_storage().nbytes() for t in distinct_storages(tensors_in(batch))),
     )
 
 
@@ -69,10 +72,12 @@ def plan_for_budget(profile: ChainProfile, config: RunConfig, static: StaticByte
             user's that is none for this model; an option that the planner does not have.
     """
     kind, value, options = _target(config, static, device)
-    margin = 0
-    if device.type == "cuda" and kind != "max_slowdown":
+    margin, share = 0, config.margin_frac
+    if share is None:
+        share = CUDA_MARGIN if device.type == "cuda" else 0.0
+    if share and kind != "max_slowdown":
         budget = budget_for(kind, value, no_checkpoint_peak(profile)) - options.pop("static_bytes", 0)
-        margin = int(max(budget, 0) * CUDA_MARGIN)
+        margin = int(max(budget, 0) * share)
         kind, value = "activation_budget_bytes", max(budget, 0) - margin
     options.update(config.planner.options)
     if config.planner.text is not None:
@@ -119,8 +124,8 @@ def _target(config: RunConfig, static: StaticBytes, device: torch.device) -> tup
         raise config_error(
             target.key,
             target.value,
-            f"weights ({static.weights_bytes:,} bytes), gradients ({static.gradients_bytes:,}) and optimizer state "
-            f"({static.optimizer_bytes:,}) alone take {static.total_bytes:,} bytes",
+            f"weights ({static.weights_bytes:,} bytes), gradients ({static.gradients_bytes:,}), optimizer state "
+            f"({static.optimizer_bytes:,}) and batch ({static.batch_bytes:,}) alone take {static.total_bytes:,} bytes",
             remedy=f"{target.key}=<more than {static.total_bytes:,}>",
         )
     return target.target_kind, target.value, {"static_bytes": static.total_bytes}

@@ -172,6 +172,7 @@ class RunConfig:
         steps: optimizer steps, of ``accumulate`` micro-batches each.
         clip_norm: largest norm of the gradient, None for no clipping.
         eval_every, log_every: in optimizer steps; ``eval_every`` None evaluates at the end only.
+        margin_frac: share of the budget that is not planned for; None: 0 on a CPU, 0.01 on CUDA.
         cost: what the planner minimises, "time" (measured) or "flops" (exact counts).
     """
 
@@ -189,6 +190,7 @@ class RunConfig:
     device_budget_bytes: int | float | str | None = None
     saving_frac: float | None = None
     max_slowdown: float | None = None
+    margin_frac: float | None = None
     cost: str = "time"
     plan_only: bool = False
     data: dict[str, Any] = field(default_factory=dict)
@@ -494,6 +496,7 @@ def _check_size(key: str, value: object) -> None:
 _RANGES: dict[str, tuple[Callable[[Any], bool], str, object]] = {
     "budget_frac": (lambda f: 0 < f <= 1, "0 < f <= 1, a share of the peak without checkpointing", 0.5),
     "saving_frac": (lambda f: 0 < f < 1, "0 < f < 1, the share of the peak without checkpointing to save", 0.5),
+    "margin_frac": (lambda f: 0 <= f < 1, "0 <= f < 1, a share of the budget, or null", 0.05),
     "max_slowdown": (lambda ratio: ratio >= 1, "a ratio of 1 or more", 1.2),
     "seed": (lambda n: 0 <= n < 2**32, "0 to 2**32 - 1", 0),
     "steps": (lambda n: n >= 1, "1 or more", 60),

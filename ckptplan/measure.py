@@ -213,36 +213,16 @@ def _measure(subject: Subject, trials: Trials, memory: str, check_stop: Callable
     kinds, keys, handed_back = _examine_backwards(subject, trace, regions.get("post"))
     if trace.has_pre:
         regions["pre"] = pre_forward(subject, len(trace.calls[0].boundary), handed_back)
-    time_keys = dict(
-        zip(keys, (time_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)), strict=True)
-    )
-    if not any(kind.differentiable for kind in kinds.values()):
-        raise NoDifferentiableOutputError(
-            f"no block has an output that a gradient flows through ({', '.join(subject.names)}): nothing is saved "
-            "for backward, so there is nothing to plan. Are all parameters frozen?",
-            subject.names,
-        )
-    costs = _region_bytes(regions, subject, memory)
-    for kind in kinds.values():
-        check_stop()
-        measure_bytes_and_flops(kind, subject.device, memory)
-    held = loss_bytes(regions) if memory != "off" else 0
-    for kind in kinds.values():
-        kind.keep, kind.recompute = with_loss(kind.keep, held), with_loss(kind.recompute, held)
-    if "pre" in costs:
-        costs["pre"] = replace(costs["pre"], backward_peak_bytes=costs["pre"].backward_peak_bytes + held)
-    timed: dict[str, Kind] = {}
-    for key, kind in kinds.items():
-        if time_keys[key] not in timed or kind.exclusion_reason is None:
-            timed[time_keys[key]] = kind
-    clocks = _measure_times(timed, regions, subject, trials, check_stop)
-    blocks = tuple(
-        _block_profile(subject, order, key, kinds[key], clocks[time_keys[key]], trials, memory)
-        for order, key in enumerate(keys)
-    )
+    _require_gradient(kinds, subject.names)
+    costs = _measure_bytes(kinds, regions, subject, memory, check_stop)
+    time_keys = [time_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)]
+    clocks = _measure_times(_timed_kinds(kinds, keys, time_keys), regions, subject, trials, check_stop)
     first = trace.calls[0]
     return ChainProfile(
-        blocks=blocks,
+        blocks=tuple(
+            _block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory)
+            for order, key in enumerate(keys)
+        ),
         pre=_region_profile("before the blocks", "pre", regions, costs, clocks, first.boundary),
         post=_region_profile("head and loss", "post", regions, costs, clocks, ()),
         input_bytes=() if trace.has_pre else (0,) * len(first.boundary),
@@ -251,6 +231,46 @@ def _measure(subject: Subject, trials: Trials, memory: str, check_stop: Callable
         fingerprint=subject.fingerprint,
         environment=_environment(subject.device, first),
     )
+
+
+def _require_gradient(kinds: dict[str, Kind], names: Sequence[str]) -> None:
+    if not any(kind.differentiable for kind in kinds.values()):
+        raise NoDifferentiableOutputError(
+            f"no block has an output that a gradient flows through ({', '.join(names)}): nothing is saved "
+            "for backward, so there is nothing to plan. Are all parameters frozen?",
+            names,
+        )
+
+
+def _measure_bytes(
+    kinds: dict[str, Kind],
+    regions: dict[str, StageForward],
+    subject: Subject,
+    memory: str,
+    check_stop: Callable[[], None],
+) -> dict[str, StageCost]:
+    """Fill in bytes and FLOPs of every kind; returns the bytes of the regions. The loss stands in every backward."""
+    held_bytes = 0 if memory == "off" else loss_bytes(regions)
+    for kind in kinds.values():
+        check_stop()
+        measure_bytes_and_flops(kind, subject.device, memory)
+        kind.keep, kind.recompute = with_loss(kind.keep, held_bytes), with_loss(kind.recompute, held_bytes)
+    costs = {
+        name: settled_bytes(forward, subject.device, memory) for name, forward in regions.items() if memory != "off"
+    }
+    if "pre" in costs:
+        pre = costs["pre"]
+        costs["pre"] = replace(pre, backward_peak_bytes=pre.backward_peak_bytes + held_bytes)
+    return costs
+
+
+def _timed_kinds(kinds: dict[str, Kind], keys: Sequence[str], time_keys: Sequence[str]) -> dict[str, Kind]:
+    """One kind for each distinct time, one that can be recomputed if there is such."""
+    timed: dict[str, Kind] = {}
+    for key, name in zip(keys, time_keys, strict=True):
+        if name not in timed or kinds[key].exclusion_reason is None:
+            timed[name] = kinds[key]
+    return timed
 
 
 def _examine_backwards(
@@ -270,12 +290,6 @@ def _examine_backwards(
         keys.insert(0, key)
         layout = kinds[key].handed_back or None
     return kinds, keys, layout
-
-
-def _region_bytes(regions: dict[str, StageForward], subject: Subject, memory: str) -> dict[str, StageCost]:
-    return {
-        name: settled_bytes(forward, subject.device, memory) for name, forward in regions.items() if memory != "off"
-    }
 
 
 def _measure_times(

@@ -73,9 +73,9 @@ def _outputs(call: BlockCall, run: Callable[..., Any]) -> tuple[list[torch.Tenso
     copies, args, kwargs = call.fresh()
     outside = [t for t in tensors_in((args, kwargs)) if not any(t is c for c in copies)]
     before = [t.detach().clone() for t in outside]
-    versions = [t._version for t in copies]
+    versions = [t._version for t in (*copies, *outside)]
     output = [t.detach().clone() for t in tensors_in(run(*args, **kwargs))]
-    touched = [t._version for t in copies] != versions
+    touched = [t._version for t in (*copies, *outside)] != versions
     touched |= not all(same(c.detach(), o.detach()) for c, o in zip(copies, call.boundary, strict=True))
     for now, then in zip(outside, before, strict=True):
         if not same(now.detach(), then):

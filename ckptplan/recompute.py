@@ -8,8 +8,8 @@ started from and works on copies, so that nothing it does is seen outside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,18 +56,30 @@ def run_recomputed(call: Callable[..., Any], guards: Guards, /, *args: Any, **kw
         return call(*args, **kwargs)
     tensors, put_back = split_tensors((args, kwargs))
     del args, kwargs
+    kinds = {t.device.type for t in tensors}
     starts: list[torch.Tensor] | None = None
 
     def forward_or_again(*inputs: torch.Tensor) -> Any:
         nonlocal starts
         own_args, own_kwargs = put_back(inputs)
-        if starts is None:  # the forward
-            starts = [getattr(owner, name).detach().clone() for owner, name in guards.buffers]
-            return call(*own_args, **own_kwargs)
-        with _copies_in_place(guards.buffers, starts):
-            return call(*own_args, **own_kwargs)
+        with _no_cast_cache(kinds):
+            if starts is None:  # the forward
+                starts = [getattr(owner, name).detach().clone() for owner, name in guards.buffers]
+                return call(*own_args, **own_kwargs)
+            with _copies_in_place(guards.buffers, starts):
+                return call(*own_args, **own_kwargs)
 
     return checkpoint(forward_or_again, *tensors, use_reentrant=False, preserve_rng_state=guards.preserve_rng_state)
+
+
+@contextmanager
+def _no_cast_cache(device_kinds: Iterable[str]) -> Iterator[None]:
+    """Autocast as it is, without its cache, which would hold a copy of every weight until the user's context ends."""
+    with ExitStack() as stack:
+        for kind in device_kinds:
+            if torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled():
+                stack.enter_context(torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False))
+        yield
 
 
 @contextmanager

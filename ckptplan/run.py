@@ -133,10 +133,12 @@ def _out_of_memory_report(result: RunResult) -> str:
     memory = result.memory
     if memory.predicted_peak_bytes is None:
         return "out of memory while the blocks were measured, before there was a plan; use a smaller data.batch_size"
-    measured = format_bytes(memory.measured_peak_bytes)
+    measured = "never measured"
+    if memory.measured_peak_bytes is not None:
+        measured = f"measured as {format_bytes(memory.measured_peak_bytes)}"
     return (
         f"out of memory: the plan's activation peak was predicted as {format_bytes(memory.predicted_peak_bytes)} and "
-        f"measured as {measured}; weights {format_bytes(memory.weights_bytes)}, gradients "
+        f"{measured}; weights {format_bytes(memory.weights_bytes)}, gradients "
         f"{format_bytes(memory.gradients_bytes)} and optimizer state {format_bytes(memory.optimizer_bytes)} stand "
         "beside it. Use a smaller budget or data.batch_size"
     )
@@ -166,7 +168,7 @@ class _Run:
         self.tracker.start(resolved, self.config.name or self.folder.name, self.config.logger.group)
         self.is_started = True
         optimizer = instantiate(self.config.optimizer, "optimizer")(model.parameters())
-        static = self.count_static_bytes(model, optimizer)
+        static = self.count_static_bytes(model, optimizer, batch)
         profile = self.profile(model, selection, batch, runtime)
         plan = self.plan(profile, static)
         if self.config.plan_only:
@@ -211,8 +213,8 @@ class _Run:
         log.info("blocks: %d, from %s%s", len(selection.blocks), selection.source, left)
         return selection
 
-    def count_static_bytes(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StaticBytes:
-        static = static_bytes(model, optimizer)
+    def count_static_bytes(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> StaticBytes:
+        static = static_bytes(model, optimizer, batch)
         self.result.memory.weights_bytes = static.weights_bytes
         self.result.memory.gradients_bytes = static.gradients_bytes
         self.result.memory.optimizer_bytes = static.optimizer_bytes

@@ -76,7 +76,8 @@ def run_jobs(jobs: Sequence[Job], folder: Path, *, fail_fast: bool = False, time
         print(f"{folder / 'results.md'}  results.csv  results.jsonl")
     failed = [row["job"] for row in rows if row["status"] not in FINE_STATUSES]
     if failed:
-        raise CkptplanError(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)} (in {folder})")
+        not_run = f"; {len(jobs) - len(rows)} were not started" if len(rows) < len(jobs) else ""
+        raise CkptplanError(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)} (in {folder}){not_run}")
 
 
 def _rows(jobs: Sequence[Job], results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -67,13 +67,16 @@ class StopAtFirstBlock(Exception):
 @contextmanager
 def exchanged_forwards(modules: Sequence[nn.Module], stands: Sequence[Callable[..., Any]]) -> Iterator[None]:
     """Each module's ``forward`` is its stand-in while the context lasts; signatures stay those of the originals."""
+    own = [vars(module).get("forward") for module in modules]  # a forward that somebody set on the instance
     try:
         for module, stand in zip(modules, stands, strict=True):
             module.forward = functools.update_wrapper(stand, module.forward)
         yield
     finally:
-        for module in modules:
+        for module, forward in zip(modules, own, strict=True):
             vars(module).pop("forward", None)
+            if forward is not None:
+                module.forward = forward
 
 
 def autocast_now(device: torch.device) -> Autocast:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 import warnings
 from collections import namedtuple
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -254,6 +257,81 @@ class TestStructures:
         for found in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
 
+    def test_dataclasses_and_everything_in_them_go_through_plans_to_second_order(self) -> None:
+        """C05."""
+
+        @dataclass
+        class Result:
+            tensor: Tensor
+            nothing: None
+            extra: dict[str, Any]
+
+        class First(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(5, 5).double()
+
+            def forward(self, x: Tensor, scale: float = 2.0, mask=None, flag: bool = False, meta=None) -> Result:
+                y = torch.tanh(self.linear(x)) * scale
+                return Result(y, None, {"scalar": y.sum(), "text": "t", "nested": (y.square(), 3)})
+
+        class Second(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(5, 5).double()
+
+            def forward(self, given: Result) -> Result:
+                nested, three = given.extra["nested"]
+                assert (given.nothing, given.extra["text"], three) == (None, "t", 3)
+                y = self.linear(given.tensor) + nested * given.extra["scalar"]
+                return Result(y, None, {"scalar": y.mean(), "text": "t", "nested": (y * y, 3)})
+
+        torch.manual_seed(0)
+        blocks = declared([First(), Second(), Second()])
+        x = torch.randn(5, dtype=torch.float64, requires_grad=True)
+
+        def loss_of(output: Result) -> Tensor:
+            assert type(output) is Result
+            assert list(output.extra) == ["scalar", "text", "nested"]
+            return output.tensor.sum() + output.extra["scalar"] + output.extra["nested"][0].sum()
+
+        results = []
+        for text in [*flat_texts(3), "R(0 1) K2", "R(0 R(1 2))", "R(R(0) 1 2)"]:
+            container = apply_plan(blocks, forced(text, blocks), (x,))
+            loss = loss_of(container(x))
+            first = torch.autograd.grad(loss, [x, *container.parameters()], create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in first), [x, *container.parameters()])
+            results.append([*first, *second])
+            assert torch.autograd.gradcheck(lambda t, c=container: loss_of(c(t)), (x,))
+        for found in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
+
+    @pytest.mark.parametrize("form", ["old", "new"])
+    def test_spectral_norms_power_iteration_moves_once_per_step(self, form: str) -> None:
+        def chain() -> nn.Sequential:
+            torch.manual_seed(0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                norm = nn.utils.spectral_norm if form == "old" else nn.utils.parametrizations.spectral_norm
+                return nn.Sequential(*(nn.Sequential(norm(nn.Linear(8, 8)), nn.Tanh()) for _ in range(3)))
+
+        def trained(text: str | None) -> list[Tensor]:
+            layers = chain()
+            blocks = declare_blocks(layers, [(str(i), layer) for i, layer in enumerate(layers)])
+            torch.manual_seed(1)
+            x = torch.randn(4, 8)
+            run = layers if text is None else apply_plan(blocks, forced(text, blocks), (x,))
+            optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                run(x).square().sum().backward()
+                optimizer.step()
+            return [t.detach() for t in (*layers.parameters(), *layers.buffers())]
+
+        plain = trained(None)
+        for text in ("R(0) R(1) R(2)", "R(0 1) K2", "R(R(0) 1) R(2)"):
+            assert all(torch.equal(a, b) for a, b in zip(trained(text), plain, strict=True))
+
     def test_a_mask_reaches_every_layer(self) -> None:
         """P10: layers that return (h, attention), called inside a model with an embedding and a head."""
 
@@ -487,3 +565,66 @@ def test_a_profiled_plan_guards_what_was_observed_and_only_that() -> None:
     assert [d.preserve_rng_state for d in plan.decisions] == [True, False, False]
     assert [len(d.mutated_buffers) for d in plan.decisions] == [0, 3, 0]
     assert blocks_of(plan.nodes) == (0, 1, 2)
+
+
+DATA_PARALLEL = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from ckptplan.apply import checkpointed
+from ckptplan.plan import CheckpointPlan
+
+class Adapter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(16, 16).requires_grad_(False)
+        self.down, self.up = nn.Linear(16, 4, bias=False), nn.Linear(4, 16, bias=False)
+    def forward(self, x):
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Adapter(), Adapter(), Adapter()])
+        self.unused = nn.Linear(16, 16)
+    def forward(self, x):
+        x = self.layers[0](x)
+        x = self.layers[1](self.layers[1](x))
+        return self.layers[2](x)
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+torch.manual_seed(0)
+net, x = Net(), torch.randn(8, 16)
+names = [f"layers.{i}" for i in range(3)]
+used = [p for n, p in net.named_parameters() if p.requires_grad and "unused" not in n]
+plain = torch.autograd.grad(net(x).square().mean(), used)
+parallel = DistributedDataParallel(net, find_unused_parameters=True)
+fired = []
+net.layers[1].up.weight.register_hook(lambda g: fired.append(1))
+with checkpointed(net, CheckpointPlan.from_text("R(0) R(1) R(2)", names)):
+    for _ in range(2):
+        net.zero_grad()
+        parallel(x[rank * 4 : rank * 4 + 4]).square().mean().backward()
+found = [p.grad for p in used]
+assert len(found) == 6 and all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(found, plain))
+assert all(p.grad is None for n, p in net.named_parameters() if "base" in n)
+assert fired == [1, 1], fired
+other = [g.clone() for g in found]
+for g in other:
+    dist.broadcast(g, 0)
+assert all(torch.equal(a, b) for a, b in zip(found, other))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_with_a_shared_block_and_an_unused_layer_agree(tmp_path) -> None:
+    """C04, second part."""
+    command = [sys.executable, "-c", DATA_PARALLEL]
+    running = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "meet")], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0], errors

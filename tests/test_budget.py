@@ -133,3 +133,20 @@ def test_static_bytes_are_what_a_first_step_leaves_behind(make, per_parameter: i
     assert static.optimizer_bytes == pytest.approx(sum(t.numel() * t.element_size() for t in state), abs=64)
     assert static.optimizer_bytes == pytest.approx(trainable * per_parameter, abs=64)
     assert static.total_bytes == static.weights_bytes + static.gradients_bytes + static.optimizer_bytes
+
+
+def test_a_margin_of_the_users_own_holds_on_every_device_and_for_every_budget_in_bytes() -> None:
+    for device in (CPU, CUDA):
+        planned = plan_for_budget(chain(), config(budget_frac=0.8, margin_frac=0.25), NO_STATE, device)
+        assert planned.budget_bytes == int(45 * MIB * 0.8)
+        assert planned.margin_bytes == int(45 * MIB * 0.8) // 4
+        assert planned.plan.predicted_peak_bytes <= planned.budget_bytes - planned.margin_bytes
+    static = StaticBytes(weights_bytes=3 * MIB, gradients_bytes=3 * MIB, optimizer_bytes=6 * MIB, batch_bytes=MIB)
+    planned = plan_for_budget(chain(), config(device_budget_bytes=43 * MIB, margin_frac=0.1), static, CPU)
+    assert (planned.budget_bytes, planned.margin_bytes) == (30 * MIB, 3 * MIB)
+
+
+def test_the_batch_counts_towards_a_device_budget() -> None:
+    model = nn.Linear(4, 4)
+    batch = torch.zeros(8, 4)
+    assert static_bytes(model, torch.optim.SGD(model.parameters()), (batch, batch[:2])).batch_bytes == 128

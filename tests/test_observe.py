@@ -259,3 +259,12 @@ def test_torch_counts_the_writes_to_a_tensor() -> None:
     before = tensor._version
     tensor.add_(0)
     assert tensor._version == before + 1
+
+
+def test_an_in_place_activation_on_the_example_input_is_seen() -> None:
+    blocks = declared([nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)), nn.Linear(8, 8)])
+    x = torch.randn(4, 8)
+    before = x.clone()
+    profile = profile_blocks(blocks, (x,), device="cpu", num_warmup=0, num_trials=1)
+    assert "changes its own input in place" in (profile[0].exclusion_reason or "")
+    assert torch.equal(x, before)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ckptplan.recompute import Guards, buffer_slots, run_recomputed
 from ckptplan.trees import map_tensors, split_tensors, tensors_in
+from tests.tracker import LiveBytes
 
 Pair = namedtuple("Pair", "left right")
 
@@ -197,6 +198,23 @@ def test_the_autocast_of_the_forward_is_in_force_in_the_recomputation() -> None:
         y = run_recomputed(call, Guards(False), x)
     y.sum().backward()
     assert seen == [(True, torch.bfloat16)] * 2
+
+
+def test_autocasts_copies_of_the_weights_do_not_outlive_a_recomputed_call() -> None:
+    torch.manual_seed(0)
+    linear, x = nn.Linear(64, 64), torch.randn(4, 64)
+    gradients, kept = [], []
+    for recomputed in (False, True):
+        linear.zero_grad()
+        tracker = LiveBytes()
+        with tracker, torch.autocast("cpu", dtype=torch.bfloat16):
+            y = run_recomputed(linear, Guards(False), x) if recomputed else linear(x)
+            kept.append(tracker.now)
+        y.float().square().sum().backward()
+        gradients.append(linear.weight.grad.clone())
+    assert torch.equal(*gradients)
+    assert kept[0] > 64 * 64 * 2  # the cast weight, saved for backward
+    assert kept[1] == 4 * 64 * 2  # the output
 
 
 def test_an_error_in_the_recomputation_puts_the_buffers_back() -> None:

@@ -189,3 +189,16 @@ def test_the_callers_forwards_are_untouched_after_an_error_midway() -> None:
     with pytest.raises(RuntimeError, match="midway"):
         profile(model)
     assert all("forward" not in vars(layer) for layer in model.layers)
+
+
+def test_a_forward_that_was_set_on_an_instance_is_run_and_put_back() -> None:
+    model = Model()
+    original = model.layers[1].forward
+
+    def doubled(x: Tensor) -> Tensor:
+        return original(x) * 2
+
+    model.layers[1].forward = doubled
+    found = profile(model)
+    assert vars(model.layers[1])["forward"] is doubled
+    assert found[1].kind != found[2].kind

@@ -123,12 +123,12 @@ def scaled_values(tables: FlatTables) -> Ints:
     """Per block cost x (blocks + 1) + 1 in integers: sums compare exactly, and equal costs by number of blocks."""
     count = tables.num_blocks + 1
     works = [Fraction(str(work or 0)) for work in tables.work]  # as decimals: 0.1 + 0.2 equals 0.3
-    limit = Fraction(2**59, count)
+    total, limit = sum(works), Fraction(2**59, count)
     unit = Fraction(1)
-    while sum(works) / unit > limit:
+    while total / unit > limit:
         unit *= 10
     if any(work.denominator != 1 for work in works):
-        while sum(works) * 10 / unit <= limit:
+        while total * 10 / unit <= limit:
             unit /= 10
     return np.array([round(work / unit) * count + 1 for work in works], np.int64)
 

@@ -137,10 +137,9 @@ def _flat_reasons(
             reasons.append(f"recomputed: saves {format_bytes(difference)} at the peak for {cost}")
         elif i in chosen:
             reasons.append(f"recomputed: for {cost}, though by itself it does not lower the peak")
-        elif not chosen and difference > 0:
-            reasons.append(f"kept: recomputing it would save {format_bytes(difference)} for {cost}")
         elif difference > 0:
-            reasons.append(f"kept: not needed; recomputing it too would save {format_bytes(difference)} for {cost}")
+            too = " too" if chosen else ""
+            reasons.append(f"kept: not needed; recomputing it{too} would save {format_bytes(difference)} for {cost}")
         else:
             reasons.append(_no_gain(chain, i, stage - tables.first_stage))
     return reasons
@@ -149,10 +148,11 @@ def _flat_reasons(
 def _no_gain(chain: ChainProfile, block: int, peak_block: int) -> str:
     if peak_block == block:
         return "kept: its recomputation would itself set the peak, saving nothing"
-    if peak_block >= len(chain):
-        return "kept: its recomputation would coincide with the peak of the head and loss, saving nothing"
-    where = BEFORE if peak_block < 0 else f"block {chain[peak_block].block_id!r}"
-    return f"kept: the peak is at {where}, which recomputing this block would not lower"
+    if 0 <= peak_block < len(chain):
+        where = f"in block {chain[peak_block].block_id!r}"
+    else:
+        where = BEFORE if peak_block < 0 else f"in {AFTER}"
+    return f"kept: the peak is {where}, which recomputing this block would not lower"
 
 
 def _not_eligible(block: BlockProfile) -> str:

@@ -192,6 +192,9 @@ def _result_rows(result: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str
         "",
     )
     yield "smallest reachable", format_bytes(memory["smallest_reachable_bytes"]), "", ""
+    if memory["device_peak_bytes"] is not None:
+        allocated, reserved = format_bytes(memory["device_peak_bytes"]), format_bytes(memory["device_reserved_bytes"])
+        yield "whole device", "", allocated, f"allocated, with weights and gradients; {reserved} reserved"
     yield "step with the plan", "", format_ms(latency["step_ms"]["p50"]), _spread(latency["step_ms"])
     yield (
         "step without",
@@ -210,7 +213,8 @@ def _result_rows(result: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str
 
 
 def _budget_words(budget: Mapping[str, Any]) -> str:
-    words = "" if budget["kind"] is None else f"{budget['kind']} = {budget['value']}"
+    kind, value = budget["kind"], budget["value"]
+    words = "" if kind is None else "budget = auto" if kind == "auto" else f"{kind} = {value}"
     return f"{words}, margin {format_bytes(budget['margin_bytes'])}" if budget["margin_bytes"] else words
 
 

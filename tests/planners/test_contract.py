@@ -15,7 +15,7 @@ from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError, Timing
 from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute
 from ckptplan.planners import PLANNERS, PlannerResult, plan_checkpoints, smallest_reachable
 from ckptplan.planners.heuristic import greedy
-from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
 from ckptplan.simulate import PlanCost
 
 Make = Callable[..., ChainProfile]
@@ -306,6 +306,18 @@ class TestReasons:
             "kept: its recomputation would itself set the peak, saving nothing",
         ]
         assert [decision.retained_bytes for decision in plan.decisions] == [0, 2 * mib, 2 * mib, 8 * mib]
+
+    def test_a_peak_elsewhere_is_named(self, make_equal: Make) -> None:
+        blocks = make_equal(3, 10).blocks
+        pre = RegionProfile("pre", StageCost(0, 500, 0), output_bytes=(0,))
+        assert {d.reason for d in _plan(ChainProfile(blocks, pre=pre), 500).decisions} == {
+            "kept: the peak is before the blocks, which recomputing this block would not lower"
+        }
+        heavy = dataclasses.replace(blocks[0], keep=StageCost(0, 10, 700), recompute=StageCost(0, 10, 700))
+        plan = _plan([heavy, *blocks[1:]], 700)
+        assert (
+            plan.decisions[2].reason == "kept: the peak is in block 'b0', which recomputing this block would not lower"
+        )
 
     def test_blocks_of_a_segment_name_it(self, make_equal: Make) -> None:
         plan = _plan(make_equal(3, 10), 100, "text", text="K0 R(1 2)")

@@ -1,0 +1,353 @@
+"""Whole runs in this process, on a tiny GPT: how they end, what they write, and that both agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptplan.run as run_module
+from ckptplan.config import load_config, resolve
+from ckptplan.errors import ConfigError, NonFiniteError
+from ckptplan.measure import profile_model
+from ckptplan.plan import CheckpointPlan
+from ckptplan.profiles import ChainProfile
+from ckptplan.proof import prove_model
+from ckptplan.record import RunResult, load_metrics, load_result
+from ckptplan.run import run_job
+from ckptplan.training import train
+
+TINY = (
+    "debug=fast",
+    "data=synthetic_tokens",
+    "data.sequence_length=16",
+    "data.vocab_size=32",
+    "data.batch_size=4",
+    "data.num_samples=64",
+    "data.num_eval_samples=8",
+    "model.layers=4",
+    "model.width=16",
+    "model.heads=2",
+    "runtime=cpu",
+    "runtime.threads=1",
+    "logger=none",
+    "cost=flops",
+)
+
+
+@pytest.fixture
+def run(compose, tmp_path: Path):
+    """``code, result, folder = run("planner=dp", ...)``; ``target`` names a class of tests/run_models.py."""
+    runs = iter(range(100))
+
+    def call(*overrides: str, target: str | None = None) -> tuple[int, dict[str, Any], Path]:
+        composed = compose(*TINY, *overrides)
+        loaded = load_config(composed)
+        if target is not None:
+            loaded = replace(loaded, model=loaded.model | {"_target_": f"tests.run_models.{target}"})
+        folder = tmp_path / f"run{next(runs)}"
+        folder.mkdir()
+        call.folder = folder
+        code = run_job(loaded, resolved=resolve(composed), folder=folder, overrides=list(overrides))
+        return code, load_result(folder), folder
+
+    return call
+
+
+def keys_of(record: Any, path: str = "") -> set[str]:
+    if not isinstance(record, dict):
+        return {path}
+    return {key for name, item in record.items() for key in keys_of(item, f"{path}/{name}")}
+
+
+class TestEnds:
+    def test_ok_is_what_the_promises_say(self, run) -> None:
+        code, result, _folder = run("planner=dp", "budget_frac=0.6", "steps=4")
+        memory = result["memory"]
+        assert (code, result["status"], result["error"]) == (0, "ok", None)
+        assert memory["measured_peak_bytes"] <= result["budget"]["bytes"]
+        assert abs(memory["prediction_error"]) <= 0.01
+        assert memory["within_budget"] is True
+        assert memory["no_checkpoint_predicted_peak_bytes"] == memory["no_checkpoint_measured_peak_bytes"]
+        assert result["budget"] == {
+            "kind": "budget_frac",
+            "value": 0.6,
+            "bytes": int(0.6 * memory["no_checkpoint_predicted_peak_bytes"]),
+            "margin_bytes": 0,
+        }
+        assert result["gradients"] == {
+            "checked": True,
+            "reference": "the unplanned step",
+            "max_abs_diff": 0.0,
+            "max_rel_diff": 0.0,
+            "bitwise_equal": True,
+            "passed": True,
+        }
+        assert result["plan"]["kept"] + result["plan"]["recomputed"] == 4
+        assert result["plan"]["optimality_gap"] == 0.0
+        assert 0 < result["latency"]["recompute_flops_ratio"] < 0.34
+        assert result["latency"]["step_ms"]["n"] == 1
+        assert result["training"]["steps"] == 4
+
+    def test_the_files_belong_together(self, run) -> None:
+        code, result, folder = run("planner=dp", "budget_frac=0.6", "steps=4", "name='a=b, c'")
+        assert sorted(p.name for p in folder.iterdir()) == [
+            "config.yaml",
+            "metrics.jsonl",
+            "plan.json",
+            "profile.json",
+            "result.json",
+        ]
+        plan, profile = CheckpointPlan.load(folder / "plan.json"), ChainProfile.load(folder / "profile.json")
+        assert (plan.text, plan.digest) == (result["plan"]["text"], result["plan"]["digest"])
+        assert plan.predicted_peak_bytes == result["memory"]["predicted_peak_bytes"]
+        assert plan.fingerprint == profile.fingerprint
+        assert profile.block_ids == ("layers.0", "layers.1", "layers.2", "layers.3")
+        steps = [line["step"] for line in load_metrics(folder) if "train/loss" in line]
+        assert steps == [1, 2, 3, 4]
+        assert result["name"] == "a=b, c"
+        assert "layers: 4" in (folder / "config.yaml").read_text(encoding="utf-8")
+        assert "hydra" not in (folder / "config.yaml").read_text(encoding="utf-8")
+        assert keys_of(result) >= keys_of(RunResult().to_dict()) - {"/error", "/environment"}
+        json.dumps(result, allow_nan=False)
+        assert code == 0
+
+    def test_the_weights_counted_are_those_of_the_model(self, run) -> None:
+        _, result, _ = run("plan_only=true")
+        # tokens, positions, head; per block 2 norms, qkv, proj, fc, out; the last norm
+        width, vocab, length = 16, 32, 16
+        block = 2 * 2 * width + (width * 3 * width + 3 * width) + (width * width + width)
+        block += (width * 4 * width + 4 * width) + (4 * width * width + width)
+        parameters = 2 * vocab * width + length * width + 4 * block + 2 * width
+        assert result["memory"]["weights_bytes"] == result["memory"]["gradients_bytes"] == parameters * 4
+        assert parameters * 8 <= result["memory"]["optimizer_bytes"] <= parameters * 8 + 1000  # AdamW's two moments
+
+    def test_plan_only_trains_nothing(self, run) -> None:
+        code, result, folder = run("plan_only=true", "budget_frac=0.6")
+        assert (code, result["status"]) == (0, "ok")
+        assert result["training"]["steps"] is None
+        assert result["memory"]["measured_peak_bytes"] is None
+        assert result["memory"]["predicted_peak_bytes"] > 0
+        assert load_metrics(folder) == []
+
+    def test_infeasible_is_refused_with_the_least_that_can_be_reached(self, run) -> None:
+        code, result, _folder = run("budget_bytes=1000")
+        assert (code, result["status"]) == (3, "infeasible")
+        assert result["error"]["type"] == "InfeasibleTargetError"
+        least = result["memory"]["smallest_reachable_bytes"]
+        assert str(least) in result["error"]["message"]
+        assert result["training"]["steps"] is None
+        code, result, _ = run(f"budget_bytes={least}")
+        assert (code, result["memory"]["predicted_peak_bytes"]) == (0, least)
+
+    def test_a_reference_above_the_budget_runs_and_says_so(self, run) -> None:
+        code, result, _ = run("planner=none", "budget_frac=0.5")
+        assert (code, result["status"]) == (4, "over_budget")
+        assert result["memory"]["within_budget"] is False
+        assert result["plan"]["recomputed"] == 0
+        assert result["training"]["steps"] == 3
+
+    def test_a_wrong_gradient_is_a_mismatch_after_the_run(self, run) -> None:
+        code, result, _ = run("planner=all", "budget_frac=1.0", target="WrongGradients")
+        assert (code, result["status"]) == (6, "mismatch")
+        assert result["error"]["type"] == "GradientMismatch"
+        assert "gradient differs by" in result["error"]["message"]
+        assert result["gradients"]["passed"] is False
+
+    def test_a_wrong_prediction_is_a_mismatch(self, run, monkeypatch) -> None:
+        def half(*args: Any, **kwargs: Any) -> Any:
+            proof = prove_model(*args, **kwargs)
+            return replace(proof, peak_bytes=int(proof.peak_bytes * 0.98))
+
+        monkeypatch.setattr(run_module, "prove_model", half)
+        code, result, _ = run("planner=dp")
+        assert (code, result["status"], result["error"]["type"]) == (6, "mismatch", "PredictionMismatch")
+        assert result["memory"]["prediction_error"] == pytest.approx(0.0204, abs=0.001)
+
+    def test_a_planned_step_that_does_not_fit_ends_as_out_of_memory(self, run, monkeypatch, caplog) -> None:
+        def full(model: Any, plan: Any, batch: Any, loss_fn: Any, **options: Any) -> Any:
+            def loss_or_error(module: Any, given: Any) -> Any:
+                if "forward" in vars(module.layers[0]):
+                    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+                return loss_fn(module, given)
+
+            return prove_model(model, plan, batch, loss_or_error, **options)
+
+        monkeypatch.setattr(run_module, "prove_model", full)
+        code, result, _ = run("planner=all", "budget_frac=1.0")
+        assert (code, result["status"]) == (5, "oom")
+        assert result["error"]["type"] == "OutOfMemoryError"
+        assert result["memory"]["measured_peak_bytes"] is None
+        assert result["memory"]["no_checkpoint_measured_peak_bytes"] > 0
+        assert result["gradients"]["reference"] == "the planned step does not fit the device"
+        assert "was predicted as" in caplog.text
+        assert "and never measured; weights" in caplog.text
+
+    def test_training_that_does_not_fit_compares_the_plan_with_the_measured_peak(
+        self, run, monkeypatch, caplog
+    ) -> None:
+        """B43."""
+
+        def full(*args: Any, **options: Any) -> Any:
+            raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 99999 bytes")
+
+        monkeypatch.setattr(run_module, "train", full)
+        code, result, _ = run("planner=dp")
+        assert (code, result["status"], result["error"]["type"]) == (5, "oom", "RuntimeError")
+        assert result["memory"]["measured_peak_bytes"] > 0
+        assert "optimizer state" in caplog.text
+        assert "Use a smaller budget or data.batch_size" in caplog.text
+
+    def test_a_fault_of_the_users_model_is_a_failed_run_and_raised(self, run) -> None:
+        with pytest.raises(RuntimeError, match="the user's own fault"):
+            run("planner=dp", target="Breaks")
+        result = load_result(run.folder)
+        assert result["status"] == "failed"
+        assert result["error"] == {"type": "RuntimeError", "message": "the user's own fault", "signal": None}
+
+    def test_a_loss_that_is_never_finite_ends_the_run_and_leaves_no_nan_in_the_records(self, run) -> None:
+        with pytest.raises(NonFiniteError):
+            run("planner=dp", "steps=200", target="NanLoss")
+        result = load_result(run.folder)
+        assert (result["status"], result["error"]["type"]) == ("failed", "NonFiniteError")
+
+        def refuse(constant: str) -> None:
+            raise AssertionError(constant)
+
+        for line in [
+            (run.folder / "result.json").read_text(),
+            *(run.folder / "metrics.jsonl").read_text().splitlines(),
+        ]:
+            json.loads(line, parse_constant=refuse)
+        assert all(line["train/loss"] is None for line in load_metrics(run.folder))
+
+    def test_a_bad_configuration_found_late_names_the_key(self, run) -> None:
+        with pytest.raises(ConfigError, match="device_budget_bytes"):
+            run("device_budget_bytes=1000")
+        with pytest.raises(ConfigError, match=r"'layer.\*' names no module"):
+            run("blocks.paths=[layer.*]")
+        assert load_result(run.folder)["error"]["type"] == "ConfigError"
+
+
+class TestSignals:
+    @pytest.mark.parametrize(
+        ("phase", "original"), [("profile_model", profile_model), ("prove_model", prove_model), ("train", train)]
+    )
+    @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+    def test_one_signal_ends_each_phase_with_its_code(self, run, monkeypatch, phase, original, number, code) -> None:
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            os.kill(os.getpid(), number)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(run_module, phase, interrupted)
+        handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+        found, result, _ = run("planner=dp", "steps=10000")
+        assert (found, result["status"]) == (code, "interrupted")
+        assert result["error"]["signal"] == number.name
+        assert (result["training"]["steps"] or 0) <= 1
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+
+    def test_a_process_ends_soon_after_sigterm_with_its_records_whole(self, tmp_path: Path) -> None:
+        folder = tmp_path / "run"
+        command = [sys.executable, "train.py", *TINY, "steps=100000", f"hydra.run.dir={folder}"]
+        process = subprocess.Popen(
+            [*command, f"output_dir={tmp_path}"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=Path(__file__).parent.parent,
+        )
+        try:
+            metrics = folder / "metrics.jsonl"
+            deadline = time.monotonic() + 120
+            while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=30) == 143
+        finally:
+            process.kill()
+        result = load_result(folder)
+        assert result["status"] == "interrupted"
+        assert result["training"]["steps"] == max(line["step"] for line in load_metrics(folder))
+
+
+class TestChoices:
+    def test_a_forced_plan_with_a_segment_runs(self, run) -> None:
+        code, result, _ = run("planner=text", 'planner.text="R(0 1) R(2) K3"', "budget_frac=1.0")
+        assert (code, result["plan"]["text"]) == (0, "R(0 1) R(2) K3")
+        assert result["gradients"]["bitwise_equal"]
+        assert abs(result["memory"]["prediction_error"]) <= 0.01
+
+    def test_a_stored_plan_is_replayed(self, run) -> None:
+        _, first, folder = run("planner=dp", "budget_frac=0.6")
+        code, second, _ = run("planner=file", f"planner.path={folder / 'plan.json'}", "budget_frac=0.6")
+        assert code == 0
+        assert second["plan"]["text"] == first["plan"]["text"]
+        assert second["memory"]["measured_peak_bytes"] == first["memory"]["measured_peak_bytes"]
+
+    def test_losses_do_not_depend_on_the_plan(self, run) -> None:
+        losses = []
+        for overrides in (
+            ["planner=none", "budget_frac=1.0"],
+            ["planner=dp"],
+            ["planner=text", 'planner.text="R(0-3)"'],
+        ):
+            _, _, folder = run(*overrides, "steps=4", "model.dropout=0.1")
+            losses.append([line["train/loss"] for line in load_metrics(folder) if "train/loss" in line])
+        assert losses[0] == losses[1] == losses[2]
+        assert len(set(losses[0])) == 4
+
+    @pytest.mark.parametrize(
+        ("override", "kind"),
+        [
+            ("budget_bytes=10MiB", "budget_bytes"),
+            ("saving_frac=0.3", "saving_frac"),
+            ("max_slowdown=1.2", "max_slowdown"),
+            ("budget=auto", "auto"),
+        ],
+    )
+    def test_every_kind_of_budget_plans(self, run, override: str, kind: str) -> None:
+        code, result, _ = run(override, "plan_only=true", "profile.num_trials=2")
+        assert (code, result["budget"]["kind"]) == (0, kind)
+        if kind == "max_slowdown":
+            assert result["budget"]["bytes"] is None
+            assert 0 <= result["latency"]["recompute_flops_ratio"] <= 0.2
+        else:
+            assert result["memory"]["predicted_peak_bytes"] <= result["budget"]["bytes"]
+
+    def test_a_device_budget_has_room_for_what_stands_beside_activations(self, run) -> None:
+        _, plain, _ = run("plan_only=true", "budget_frac=1.0")
+        memory = plain["memory"]
+        batch = 4 * 16 * 2 * 8  # tokens and targets, int64
+        static = memory["weights_bytes"] + memory["gradients_bytes"] + memory["optimizer_bytes"] + batch
+        half = memory["no_checkpoint_predicted_peak_bytes"] * 6 // 10
+        code, result, _ = run("plan_only=true", f"device_budget_bytes={static + half}")
+        assert (code, result["budget"]["bytes"]) == (0, half)
+        assert result["memory"]["predicted_peak_bytes"] <= half
+
+    def test_mixed_precision_runs(self, run) -> None:
+        code, result, _ = run("runtime.dtype=bf16_mixed", "planner=dp", "budget_frac=0.7")
+        assert (code, result["dtype"]) == (0, "bf16_mixed")
+        assert abs(result["memory"]["prediction_error"]) <= 0.01
+
+    def test_a_csv_logger_writes_its_files(self, run) -> None:
+        code, _, folder = run("logger.kind=csv", "planner=dp")
+        assert code == 0
+        assert (folder / "metrics.csv").read_text(encoding="utf-8").count("\n") >= 4
+        assert (folder / "plan.csv").read_text(encoding="utf-8").count("layers.") == 4
+
+    def test_wandb_offline_writes_one_run(self, run, monkeypatch) -> None:
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        code, result, folder = run("logger.kind=wandb", "planner=dp")
+        assert (code, result["status"]) == (0, "ok")
+        assert len(list((folder / "wandb").glob("offline-run-*"))) == 1
