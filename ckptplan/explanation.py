@@ -87,7 +87,7 @@ def _explained(
     try:
         simulated = simulate_plan(judge.chain, other, judge.memory_model)
         other_cost = plan_recompute_cost(judge.chain, other, judge.cost)
-    except (PlanIncompatibleError, ValueError) as error:  # a block that cannot be recomputed, or a segment that cannot end there
+    except (PlanIncompatibleError, ValueError) as error:  # not eligible, or no segment can end there
         reason = f"{'kept' if kept else f'recomputed in {nodes_text((node,))}'}: there is no other way: {error}"
         return BlockExplanation(profile.block_id, nodes_text((node,)), runs, None, None, None, reason)
     fits = None if judge.budget_bytes is None else simulated.peak_bytes <= judge.budget_bytes
