@@ -124,7 +124,7 @@ def _why_recomputed(
 
 def _replays(node: PlanNode, block: int) -> int:
     """How often the block runs in the replays under the node: not in one that ends before it."""
-    if isinstance(node, Keep) or block not in blocks_of((node,)):
+    if not isinstance(node, Recompute) or block not in blocks_of((node,)):
         return 0
     *leading, last = node.children
     here = block in blocks_of(leading) or last == Keep(block)

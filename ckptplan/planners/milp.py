@@ -18,10 +18,11 @@ from types import ModuleType
 import numpy as np
 
 from ckptplan.plan import PlanNode
-from ckptplan.planners.heuristic import least_peak_choice
+from ckptplan.planners.nested import least_peak_plan
 from ckptplan.planners.options import OptionChain, Outputs, additive_profile, flat_peak, option_chain, spread
-from ckptplan.planners.tables import FlatTables, PlannerResult
+from ckptplan.planners.tables import PlannerResult
 from ckptplan.profiles import ChainProfile, CostKind, MemoryModel, StageCost
+from ckptplan.simulate import simulate_plan
 
 _PROVED = 1e-9
 _MOST_CUTS = 100  # plans forbidden by name; each is above the budget by less than HiGHS can tell
@@ -44,12 +45,10 @@ def ilp(
 
     Raises ``ModuleNotFoundError`` saying what to install where scipy is missing.
     """
-    tables = FlatTables(profile, memory_model, cost)
-    least_peak, choice = least_peak_choice(tables)
-    fallback = tables.nodes(choice)
-    if least_peak > budget_bytes:
-        return PlannerResult(fallback)
     chain = option_chain(additive_profile(profile) if memory_model == "additive" else profile, cost)
+    fallback = least_peak_plan(chain, most_blocks=1)
+    if simulate_plan(profile, fallback, memory_model).peak_bytes > budget_bytes:
+        return PlannerResult(fallback)
     return cheapest_flat_plan(chain, budget_bytes, fallback, time_limit_s)
 
 

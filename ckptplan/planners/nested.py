@@ -54,9 +54,9 @@ def optimal(profile: ChainProfile, budget_bytes: int, *, cost: CostKind, memory_
     return cheapest_plan(chain, budget_bytes, _flat_nodes(profile, budget_bytes, cost))
 
 
-def least_peak_plan(chain: OptionChain) -> tuple[PlanNode, ...]:
-    """A plan of the least peak that any plan has (among those with segments of at most :func:`longest` blocks)."""
-    found = _least_peak(chain, LARGEST_VALUE, longest(chain))
+def least_peak_plan(chain: OptionChain, most_blocks: int | None = None) -> tuple[PlanNode, ...]:
+    """A plan of the least peak of all with segments of at most so many blocks; 1: flat; None: :func:`longest`."""
+    found = _least_peak(chain, LARGEST_VALUE, longest(chain) if most_blocks is None else most_blocks)
     assert found is not None
     return found.nodes
 
@@ -69,6 +69,8 @@ def cheapest_plan(chain: OptionChain, budget_bytes: int, flat_nodes: tuple[PlanN
     best = None if flat_nodes is None else _Known(flat_nodes, chain.value_of(flat_nodes))
     if best is not None and best.value == 0:
         return PlannerResult(best.nodes, 0.0)
+    if any(len(block.options) > 2 for block in chain.blocks):
+        best = _flat_over_options(chain, budget_bytes, best)
     relaxed = Problem(flat_stages(chain, relaxed=True), budget_bytes)
     lower = _least_value(chain, relaxed, LARGEST_VALUE if best is None else best.value)
     if best is None:
@@ -107,6 +109,18 @@ def _flat_nodes(profile: ChainProfile, budget_bytes: int, cost: CostKind) -> tup
     if least_peak_choice(tables)[0] > budget_bytes:
         return None
     return tables.nodes(cheapest_choice(tables, budget_bytes)[0])
+
+
+def _flat_over_options(chain: OptionChain, budget_bytes: int, best: _Known | None) -> _Known | None:
+    """The better of a known plan and the best flat one that a search over all options finds."""
+    problem = Problem(flat_stages(chain), budget_bytes)
+    picked, _ = search(problem, LARGEST_VALUE if best is None else best.value, _LABELS)
+    if picked is None:
+        return best
+    blocks = zip(chain.blocks, picked[0 if chain.pre is None else 1 :], strict=False)
+    nodes = tuple(block.options[option].node(i) for i, (block, option) in enumerate(blocks))
+    found = _Known(nodes, chain.value_of(nodes))
+    return found if best is None or found.value < best.value else best
 
 
 def _least_value(chain: OptionChain, relaxed: Problem, known_value: int) -> int:
