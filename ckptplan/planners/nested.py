@@ -61,11 +61,20 @@ def least_peak_plan(chain: OptionChain, most_blocks: int | None = None) -> tuple
     return found.nodes
 
 
-def cheapest_plan(chain: OptionChain, budget_bytes: int, flat_nodes: tuple[PlanNode, ...] | None) -> PlannerResult:
+def cheapest_plan(
+    chain: OptionChain,
+    budget_bytes: int,
+    flat_nodes: tuple[PlanNode, ...] | None,
+    most_blocks: int | None = None,
+) -> PlannerResult:
     """The cheapest plan of a chain with options within the budget; the one of least peak where none fits.
 
-    ``flat_nodes``: a plan that fits, to start from.
+    Args:
+        flat_nodes: a plan that fits, to start from.
+        most_blocks: in a segment; 1: flat plans only, and the gap is to the least of them. None: as many as there are.
     """
+    wanted = len(chain) if most_blocks is None else most_blocks
+    limit = min(wanted, longest(chain))
     best = None if flat_nodes is None else _Known(flat_nodes, chain.value_of(flat_nodes))
     if best is not None and best.value == 0:
         return PlannerResult(best.nodes, 0.0)
@@ -74,12 +83,12 @@ def cheapest_plan(chain: OptionChain, budget_bytes: int, flat_nodes: tuple[PlanN
     relaxed = Problem(flat_stages(chain, relaxed=True), budget_bytes)
     lower = _least_value(chain, relaxed, LARGEST_VALUE if best is None else best.value)
     if best is None:
-        best = _least_peak(chain, budget_bytes, longest(chain))
+        best = _least_peak(chain, budget_bytes, limit)
         if best is None:
-            return PlannerResult(least_peak_plan(chain), None)
+            return PlannerResult(least_peak_plan(chain, limit), None)
     if _gap(chain, best.value, lower) == 0.0:
         return PlannerResult(best.nodes, 0.0)
-    return _refined(chain, relaxed, best, lower)
+    return _refined(chain, relaxed, best, lower, limit, is_limited=limit < wanted)
 
 
 def least_nested_peak(profile: ChainProfile, memory_model: MemoryModel) -> tuple[int, str]:
@@ -153,9 +162,13 @@ def _least_peak(chain: OptionChain, most_bytes: int, limit: int) -> _Known | Non
     return _Known(nodes, chain.value_of(nodes))
 
 
-def _refined(chain: OptionChain, relaxed: Problem, best: _Known, lower: int) -> PlannerResult:
-    """The best plan that the recursion finds, and the gap to the bound that it proves."""
-    limit = longest(chain)
+def _refined(
+    chain: OptionChain, relaxed: Problem, best: _Known, lower: int, limit: int, *, is_limited: bool
+) -> PlannerResult:
+    """The best plan that the recursion finds, and the gap to the bound that it proves.
+
+    ``is_limited``: longer segments than ``limit`` are wanted, so that only ``lower`` bounds the cost.
+    """
     complete, grain = False, None
     for count in GRAINS:
         finer = max(1, (best.value - lower) // count) if count else 0
@@ -169,7 +182,7 @@ def _refined(chain: OptionChain, relaxed: Problem, best: _Known, lower: int) -> 
         grain, complete = finer, stretches.num_merged == 0
         if complete:
             break
-    if limit < len(chain) or grain is None:
+    if is_limited or grain is None:
         return PlannerResult(best.nodes, _gap(chain, best.value, lower))
     if complete:
         return PlannerResult(best.nodes, 0.0)
