@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from ckptplan.apply import CheckpointedSequential, apply_plan, checkpointed
     from ckptplan.benchmark import BenchmarkResult, compare_results, run_benchmark
     from ckptplan.blocks import CheckpointableBlock, declare_blocks
+    from ckptplan.certificate import Certificate, certify
     from ckptplan.check import check_plan
+    from ckptplan.curve import CurvePoint, PlanCurve, plan_curve
     from ckptplan.errors import (
         BlockDeclarationError,
         CkptplanError,
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
         UnsupportedBoundaryError,
         UnsupportedPlanVersionError,
     )
+    from ckptplan.explanation import BlockExplanation, PlanExplanation, explain
     from ckptplan.measure import profile_blocks, profile_model
     from ckptplan.plan import CheckpointDecision, CheckpointPlan, Keep, Recompute, Selective
     from ckptplan.planners import plan_checkpoints
@@ -53,6 +56,14 @@ _MODULE_OF_NAME = {
     "simulate_plan": "simulate",
     "PlanCost": "simulate",
     "check_plan": "check",
+    "plan_curve": "curve",
+    "PlanCurve": "curve",
+    "CurvePoint": "curve",
+    "certify": "certificate",
+    "Certificate": "certificate",
+    "explain": "explanation",
+    "PlanExplanation": "explanation",
+    "BlockExplanation": "explanation",
     "validate_plan": "validate",
     "apply_plan": "apply",
     "CheckpointedSequential": "apply",
@@ -91,6 +102,14 @@ __all__ = [  # noqa: RUF022 - data-path order
     "simulate_plan",
     "PlanCost",
     "check_plan",
+    "plan_curve",
+    "PlanCurve",
+    "CurvePoint",
+    "certify",
+    "Certificate",
+    "explain",
+    "PlanExplanation",
+    "BlockExplanation",
     "validate_plan",
     "apply_plan",
     "CheckpointedSequential",

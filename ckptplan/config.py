@@ -40,6 +40,8 @@ PLANNER_NAMES = {
     "uniform": "uniform",
     "greedy": "greedy",
     "dp": "dynamic_programming",
+    "optimal": "optimal",
+    "ilp": "ilp",
 }
 PLAN_SOURCES = ("text", "file")
 

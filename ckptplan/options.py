@@ -130,7 +130,7 @@ class _Problem:
             from scipy.optimize import Bounds, LinearConstraint, milp
         except ImportError as error:
             raise ImportError(
-                "finding selective options needs scipy; install it (pip install 'ckptplan[selective]')"
+                "finding selective options needs scipy; install it (pip install -e '.[solvers]')"
             ) from error
 
         constraints: list[Any] = [LinearConstraint(self.rows, self.least, np.inf)] if len(self.rows) else []

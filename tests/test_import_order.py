@@ -19,7 +19,9 @@ errors units config record graph options
 randomness runtime optim trees blocks memory recompute replay twin subject profiles selective stages operators
 trace discovery observe kinds choices regions measure
 plan targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
+planners.options planners.stairs planners.stretches planners.nested planners.milp
 planners.budgets planners.reasons planners
+curve certificate explanation
 validate apply proof benchmark budget
 data.spec data.checks data.order data data.dataset data.digits data.images data.text data.tokens
 models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models
@@ -31,8 +33,8 @@ run cli __main__
 # What plans, checks and reports without a model at hand.
 TORCH_FREE = """
 errors units config targets record graph options profiles selective plan simulate check planners planners.tables
-planners.heuristic planners.fixed planners.flat planners.budgets planners.reasons data.spec sweeps report report.tables
-cli
+planners.heuristic planners.fixed planners.flat planners.options planners.stairs planners.stretches planners.nested
+planners.milp planners.budgets planners.reasons curve certificate explanation data.spec sweeps report report.tables cli
 """.split()
 
 

@@ -18,7 +18,8 @@ REPOSITORY = INIT.parent.parent
 # Section 6 of the design, what exists so far, and the errors.
 PROMISED = """
 declare_blocks CheckpointableBlock profile_blocks BlockProfile ChainProfile plan_checkpoints CheckpointPlan
-CheckpointDecision simulate_plan PlanCost check_plan validate_plan apply_plan CheckpointedSequential checkpointed
+CheckpointDecision simulate_plan PlanCost check_plan plan_curve PlanCurve
+certify Certificate explain PlanExplanation validate_plan apply_plan CheckpointedSequential checkpointed
 run_benchmark BenchmarkResult compare_results CkptplanError BlockDeclarationError UnsupportedBoundaryError
 NoDifferentiableOutputError TimingOnlyProfileError InfeasibleTargetError PlanIncompatibleError
 UnsupportedPlanVersionError PlannerScaleError ConfigError __version__
@@ -59,6 +60,9 @@ def test_the_names_stand_in_data_path_order() -> None:
         "plan",
         "simulate",
         "check",
+        "curve",
+        "certificate",
+        "explanation",
         "validate",
         "apply",
         "benchmark",

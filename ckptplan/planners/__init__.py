@@ -25,6 +25,8 @@ from ckptplan.planners.budgets import TARGET_KINDS, TargetKind, budget_for, chec
 from ckptplan.planners.fixed import checkpoint_all, file, no_checkpoint, text, uniform
 from ckptplan.planners.flat import dynamic_programming
 from ckptplan.planners.heuristic import greedy, smallest_reachable
+from ckptplan.planners.milp import ilp
+from ckptplan.planners.nested import least_nested_peak, optimal
 from ckptplan.planners.reasons import block_reasons, infeasible_budget, infeasible_slowdown
 from ckptplan.planners.tables import PlannerResult
 from ckptplan.profiles import (
@@ -61,6 +63,8 @@ PLANNERS: dict[str, Planner] = {
     "greedy": greedy,
     "dynamic_programming": dynamic_programming,
     "dp": dynamic_programming,
+    "optimal": optimal,
+    "ilp": ilp,
     "text": text,
     "file": file,
 }
@@ -231,7 +235,7 @@ def _within_slowdown(run: _Run, ratio: float, unplanned_bytes: int) -> tuple[Pla
     cost_above = run.added_cost(best.nodes)
     if cost_above > allowed:
         return best, False
-    above, below = run.simulated(best.nodes).peak_bytes, smallest_reachable(run.chain, run.memory_model)[0] - 1
+    above, below = run.simulated(best.nodes).peak_bytes, run.simulated(run(0).nodes).peak_bytes - 1
     cost_below = math.inf
     proved, tries = True, 0
     while above - below > 1:
@@ -274,7 +278,7 @@ def _infeasible(
     return infeasible_slowdown(
         run.name,
         simulated,
-        smallest_reachable(run.chain, run.memory_model)[0],
+        least_nested_peak(run.chain, run.memory_model)[0],
         ratio=ratio,
         added=run.added_cost(result.nodes),
         step=step_cost(run.chain, run.cost),

@@ -54,11 +54,12 @@ def cheapest_choice(tables: FlatTables, budget_bytes: int) -> tuple[Bools, float
     none = np.zeros(tables.num_blocks, bool)
     if tables.peak(none) <= budget_bytes:
         return none, 0.0
-    problem = _Problem(tables, budget_bytes)
+    problem = _FlatProblem(tables, budget_bytes)
     best = greedy_choice(tables, budget_bytes)
     lower = problem.bound_of_all
     for cap in LABEL_CAPS:
-        found, cut = _search(problem, problem.value(best), cap)
+        options, cut = search(problem, problem.value(best), cap)
+        found = None if options is None else problem.choice(options)
         if found is not None and problem.value(found) <= problem.value(best):
             best = found
         if cut == float("inf"):
@@ -71,20 +72,38 @@ def cheapest_choice(tables: FlatTables, budget_bytes: int) -> tuple[Bools, float
     return best, gap
 
 
-class _Problem:
-    """A budget over tables: scaled values, the state machine, and bounds from the front."""
+Stages = list[list[list[tuple[Transition, int]]]]  # per stage, per state: the ways to run it, and what each costs
+
+
+class Problem:
+    """A budget over a state machine whose ways have integer values: the machine, and bounds from the front.
+
+    Attributes:
+        fronts: per stage and state, a lower bound on the value of everything before it.
+        bound_of_all: a lower bound on the value of any plan; infinite where none fits.
+    """
+
+    def __init__(self, stages: Stages, budget_bytes: int) -> None:
+        self.stages, self.budget_bytes = stages, budget_bytes
+        needs = _least_needs(stages)
+        self.least_retained = _least_retained(stages, budget_bytes)
+        self.fronts = _fractional_fronts(stages, needs, budget_bytes)
+        self.bound_of_all = min((float(f.value[-1]) for f in self.fronts[-1] if len(f.value)), default=float("inf"))
+        most = sum(max(value for ways in stage for _, value in ways) for stage in stages)
+        # rounding of float64 over sums of up to thousands of values
+        self.tolerance = 1e-11 * (float(most) + 1.0)
+
+
+class _FlatProblem(Problem):
+    """Keep or recompute: the machine of ``tables`` with scaled values."""
 
     def __init__(self, tables: FlatTables, budget_bytes: int) -> None:
-        self.tables, self.budget_bytes = tables, budget_bytes
+        self.tables = tables
         self.values = scaled_values(tables)
         machine = tables.transitions()
-        self.stages = [[self._with_values(ways, i) for ways in stage] for i, stage in enumerate(machine)]
-        needs = _least_needs(self.stages)
-        self.least_retained = _least_retained(self.stages, budget_bytes)
-        self.fronts = _fractional_fronts(self.stages, needs, budget_bytes)
-        self.bound_of_all = min((float(f.value[-1]) for f in self.fronts[-1] if len(f.value)), default=float("inf"))
-        # rounding of float64 over sums of up to thousands of values
-        self.tolerance = 1e-11 * (float(self.values.sum()) + 1.0)
+        super().__init__(
+            [[self._with_values(ways, i) for ways in stage] for i, stage in enumerate(machine)], budget_bytes
+        )
 
     def _with_values(self, ways: list[Transition], stage: int) -> list[tuple[Transition, int]]:
         block = stage - self.tables.first_stage
@@ -94,8 +113,10 @@ class _Problem:
     def value(self, choice: Bools) -> int:
         return int(self.values[choice].sum())
 
-
-_Stages = list[list[list[tuple[Transition, int]]]]
+    def choice(self, options: Ints) -> Bools:
+        """Options over stages as a choice over blocks."""
+        first = self.tables.first_stage
+        return options[first : first + self.tables.num_blocks].astype(bool)
 
 
 def scaled_values(tables: FlatTables) -> Ints:
@@ -112,7 +133,7 @@ def scaled_values(tables: FlatTables) -> Ints:
     return np.array([round(work / unit) * count + 1 for work in works], np.int64)
 
 
-def _least_needs(stages: _Stages) -> list[list[int]]:
+def _least_needs(stages: Stages) -> list[list[int]]:
     """Per stage and state, the least bytes with which the rest of the step fits."""
     needs: list[list[int]] = [[0] * (1 + max((w.next_state for s in stages[-1] for w, _ in s), default=0))]
     for stage in reversed(stages):
@@ -121,7 +142,7 @@ def _least_needs(stages: _Stages) -> list[list[int]]:
     return needs[::-1]
 
 
-def _least_retained(stages: _Stages, budget_bytes: int) -> list[list[int | None]]:
+def _least_retained(stages: Stages, budget_bytes: int) -> list[list[int | None]]:
     """Per stage and state, the least bytes retained by what came before it within the budget; None: not reached."""
     reached: list[list[int | None]] = [[0]]
     for index, stage in enumerate(stages):
@@ -137,7 +158,7 @@ def _least_retained(stages: _Stages, budget_bytes: int) -> list[list[int | None]
     return reached
 
 
-def _final_states(stages: _Stages) -> range:
+def _final_states(stages: Stages) -> range:
     return range(1 + max(way.next_state for ways in stages[-1] for way, _ in ways))
 
 
@@ -160,7 +181,7 @@ class _Front:
 _EMPTY = _Front(np.zeros(0), np.zeros(0))
 
 
-def _fractional_fronts(stages: _Stages, needs: list[list[int]], budget_bytes: int) -> list[list[_Front]]:
+def _fractional_fronts(stages: Stages, needs: list[list[int]], budget_bytes: int) -> list[list[_Front]]:
     """Per stage and state, a lower bound on the value of everything before it. No integer plan lies below it."""
     fronts = [[_Front(np.zeros(1), np.zeros(1))]]
     for index, stage in enumerate(stages):
@@ -218,8 +239,8 @@ class _Stairs:
     following: Ints  # which label of the next stage's staircase it goes on with
 
 
-def _search(problem: _Problem, known_value: int, cap: int) -> tuple[Bools | None, float]:
-    """The best choice found, and the least bound among labels that were cut only to stay within ``cap``."""
+def search(problem: Problem, known_value: int, cap: int) -> tuple[Ints | None, float]:
+    """The option of each stage in the best plan found; the least bound among labels cut only to stay within ``cap``."""
     zero = np.zeros(1, np.int64)
     behind = [_Stairs(zero, zero, zero, zero) for _ in _final_states(problem.stages)]
     trails: list[list[tuple[NDArray[np.int8], NDArray[np.int32]]]] = []
@@ -249,7 +270,7 @@ def _extended(ways: list[tuple[Transition, int]], behind: list[_Stairs]) -> _Sta
 
 
 def _bounded(
-    problem: _Problem, index: int, state: int, labels: _Stairs, known_value: int, cap: int
+    problem: Problem, index: int, state: int, labels: _Stairs, known_value: int, cap: int
 ) -> tuple[_Stairs, float]:
     """The labels that may still lead to a plan as good as the known one, without dominated ones, at most ``cap``."""
     retained = problem.least_retained[index][state]
@@ -294,22 +315,21 @@ def _most_hopeful(bound: Floats, cap: int, tolerance: float) -> Bools:
     return chosen
 
 
-def _followed(problem: _Problem, trails: list[list[tuple[NDArray[np.int8], NDArray[np.int32]]]], label: int) -> Bools:
-    """The choice behind a label of the first stage."""
-    state, options = 0, np.zeros(len(trails), bool)
+def _followed(problem: Problem, trails: list[list[tuple[NDArray[np.int8], NDArray[np.int32]]]], label: int) -> Ints:
+    """The options behind a label of the first stage."""
+    state, options = 0, np.zeros(len(trails), np.int64)
     for index, trail in enumerate(trails):
         ways, following = trail[state]
         way = problem.stages[index][state][ways[label]][0]
-        options[index] = bool(way.option)
+        options[index] = way.option
         state, label = way.next_state, int(following[label])
-    first = problem.tables.first_stage
-    return options[first : first + problem.tables.num_blocks]
+    return options
 
 
 # Improvement of a known plan -----------------------------------------------------------------------------------------
 
 
-def exchanged(problem: _Problem, choice: Bools, good_enough: float, tries: int = 64) -> Bools:
+def exchanged(problem: _FlatProblem, choice: Bools, good_enough: float, tries: int = 64) -> Bools:
     """Better choices that differ in up to four blocks, until one is good enough: fills a budget to the byte.
 
     All pairs of changes are sorted by the bytes they free at the peak; for each pair the best partner that still
@@ -331,7 +351,7 @@ def exchanged(problem: _Problem, choice: Bools, good_enough: float, tries: int =
     return choice
 
 
-def _movable(problem: _Problem, choice: Bools) -> tuple[Ints, Ints, int]:
+def _movable(problem: _FlatProblem, choice: Bools) -> tuple[Ints, Ints, int]:
     """Blocks to change, what each change does at the fullest stage, and the bytes that are free there.
 
     Taken from before the first stage that is nearly full where there are enough of them: such changes act on all

@@ -9,6 +9,7 @@ import numpy as np
 from ckptplan.errors import InfeasibleTargetError
 from ckptplan.plan import Keep, PlanNode, Selective, blocks_of, nodes_text, recomputed_blocks
 from ckptplan.planners.heuristic import smallest_reachable
+from ckptplan.planners.nested import least_nested_peak
 from ckptplan.planners.tables import FlatTables
 from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, name_some
 from ckptplan.simulate import AFTER, BEFORE, PlanCost
@@ -38,35 +39,51 @@ def infeasible_budget(
     static_bytes: int,
 ) -> InfeasibleTargetError:
     """The planner's plan of least peak, ``least``, is above the budget: what sets its peak, and what would help."""
-    least_any, any_at = smallest_reachable(chain, memory_model)
+    least_flat, flat_at = smallest_reachable(chain, memory_model)
+    least_any, any_at = least_nested_peak(chain, memory_model)
     own = least.peak_bytes
     first = f"no plan of planner {planner!r} keeps the activation peak within {_bytes_text(budget_bytes)}"
     if static_bytes:
         first += f" (what else stands on the device takes {_bytes_text(static_bytes)})"
     parts = [first, f"its smallest reachable peak is {_bytes_text(own)}, set by {least.peak_at}"]
-    if least_any < own:
-        parts.append(f"planner 'dynamic_programming' reaches {_bytes_text(least_any)}, set by {any_at}")
-    parts.append("what would help: " + _levers(chain, least.peak_at, other_planner=least_any <= budget_bytes))
+    if least_flat < own:
+        parts.append(f"planner 'dynamic_programming' reaches {_bytes_text(least_flat)}, set by {flat_at}")
+    if least_any < min(own, least_flat):
+        parts.append(f"nesting (planner 'optimal') reaches {_bytes_text(least_any)}, set by {any_at}")
+    others = [("dynamic_programming", least_flat), ("optimal", least_any)]
+    enough = [f"planner={name!r}" for name, reached in others if reached <= budget_bytes]
+    parts.append("what would help: " + "; ".join([*enough[:1], *_levers(chain, least, budget_bytes)]))
     return InfeasibleTargetError(
         "; ".join(parts),
         budget_bytes=budget_bytes,
         smallest_reachable_bytes=own,
-        smallest_reachable_any_bytes=least_any,
+        smallest_reachable_any_bytes=min(own, least_flat, least_any),
         limited_by=least.peak_at,
     )
 
 
-def _levers(chain: ChainProfile, peak_at: str, *, other_planner: bool) -> str:
-    levers = ["planner='dynamic_programming'"] if other_planner else []
-    if peak_at.startswith(AFTER):
-        levers.append("a chunked or fused loss (the head and the loss set the peak)")
-    levers.append("a smaller batch (with more accumulation the result is the same)")
-    if not peak_at.startswith((AFTER, BEFORE)):
-        levers.append(f"declaring smaller blocks inside {peak_at.rsplit(' ', 1)[0]!r}")
+def _levers(chain: ChainProfile, least: PlanCost, budget_bytes: int) -> list[str]:
+    levers = []
+    if least.peak_at.startswith(AFTER):
+        rest = max(level for stage, _, level in least.timeline if stage != AFTER)
+        levers.append(
+            "a chunked or fused loss (the head and the loss set the peak; "
+            f"without them the same plan takes {format_bytes(rest)})"
+        )
+    levers.append(_smaller_batch(least.peak_bytes, budget_bytes))
+    if not least.peak_at.startswith((AFTER, BEFORE)):
+        levers.append(f"declaring smaller blocks inside {least.peak_at.rsplit(' ', 1)[0]!r}")
     excluded = [block.block_id for block in chain if not block.eligible_for_checkpoint]
     if excluded:
         levers.append(f"making {name_some(excluded)} recomputable")
-    return "; ".join(levers)
+    return levers
+
+
+def _smaller_batch(peak_bytes: int, budget_bytes: int) -> str:
+    """Each stage's bytes are affine in the batch size, so that they shrink with it in proportion at the most."""
+    percent = max(0, budget_bytes) * 100 // max(peak_bytes, 1)
+    size = f", of at most {percent} % of this one's size" if percent else ""
+    return f"a smaller batch{size} (with more accumulation the result is the same)"
 
 
 def _bytes_text(size_bytes: int) -> str:

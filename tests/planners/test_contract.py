@@ -52,7 +52,8 @@ def test_what_fits_is_within_the_budget_and_what_does_not_says_so(
             with pytest.raises(InfeasibleTargetError) as caught:
                 _plan(chain, least - 1, planner, memory_model=memory_model)
             assert caught.value.budget_bytes == least - 1
-            assert caught.value.smallest_reachable_any_bytes == least
+            assert caught.value.smallest_reachable_any_bytes is not None
+            assert caught.value.smallest_reachable_any_bytes <= least  # nesting may reach further
             assert caught.value.smallest_reachable_bytes is not None
             assert caught.value.smallest_reachable_bytes >= least
             if planner != "uniform":
@@ -198,7 +199,7 @@ class TestPlugIns:
         with pytest.raises(InfeasibleTargetError, match="planner 'dynamic_programming' reaches 107 bytes") as caught:
             _plan(chain, 250, lazy)
         assert caught.value.smallest_reachable_bytes == 307
-        assert caught.value.smallest_reachable_any_bytes == 107
+        assert caught.value.smallest_reachable_any_bytes == 106  # nested: one boundary less
         assert caught.value.limited_by == "b2 backward"
 
 

@@ -1,0 +1,122 @@
+"""How good a plan is, proved: its cost against the least of its kind and of any, by two solvers. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptplan.check import check_plan
+from ckptplan.plan import CheckpointPlan
+from ckptplan.planners.flat import dynamic_programming
+from ckptplan.planners.milp import ilp
+from ckptplan.planners.nested import optimal
+from ckptplan.planners.tables import PlannerResult
+from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, as_chain, canonical_json
+from ckptplan.simulate import plan_recompute_cost, simulate_plan
+from ckptplan.units import format_bytes, format_ms
+
+_SAME = 1e-9  # relative: the precision of sums of floats
+CROSS_CHECK_BLOCKS = 64  # most blocks for HiGHS without being asked
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What is proved of a plan under its profile's figures.
+
+    Attributes:
+        cost: what recomputation adds to a step, in ms or FLOPs by ``cost_kind``.
+        budget_bytes: the plan's own; where it has none, its peak.
+        flat_lower_bound: no flat plan within the budget costs less; None where none fits.
+        lower_bound: no plan of any shape within the budget costs less.
+        gap: (cost - lower_bound) / cost; 0.0: proved a cheapest plan of all.
+        cross_check: "agrees", "disagrees" or "not made" (scipy is missing, there are too many blocks, or no flat plan
+            fits): does HiGHS find the same least cost of flat plans?
+    """
+
+    plan_digest: str
+    peak_bytes: int
+    peak_at: str
+    budget_bytes: int
+    cost: float
+    cost_kind: str
+    flat_lower_bound: float | None
+    lower_bound: float
+    gap: float
+    cross_check: str
+
+    @property
+    def text(self) -> str:
+        """The certificate in one paragraph."""
+        parts = [
+            f"peak {format_bytes(self.peak_bytes)} at {self.peak_at}, budget {format_bytes(self.budget_bytes)}",
+            f"cost {self._cost_text(self.cost)}",
+        ]
+        if self.flat_lower_bound is not None:
+            check = {"agrees": " (HiGHS agrees)", "disagrees": " (HiGHS disagrees)"}.get(self.cross_check, "")
+            parts.append(f"no flat plan below {self._cost_text(self.flat_lower_bound)}{check}")
+        parts.append(f"no plan of any shape below {self._cost_text(self.lower_bound)}")
+        parts.append("proved optimal" if self.gap == 0 else f"gap {100 * self.gap:.3g} %")
+        return "; ".join(parts)
+
+    def _cost_text(self, cost: float) -> str:
+        return format_ms(cost) if self.cost_kind == "time" else f"{cost:.4g} FLOPs"
+
+    def to_json(self) -> str:
+        """Canonical text."""
+        return canonical_json(dataclasses.asdict(self)) + "\n"
+
+
+def certify(
+    profiles: ChainProfile | Sequence[BlockProfile], plan: CheckpointPlan, *, cross_check: bool | None = None
+) -> Certificate:
+    """Solves the plan's problem anew and says how far the plan is from the least cost. Any planner's plan will do.
+
+    Args:
+        cross_check: whether HiGHS confirms the flat bound; None: where scipy is there and the chain is short.
+
+    Raises ``PlanIncompatibleError`` for a plan that does not keep what it says (the referee judges it first).
+    """
+    chain = as_chain(profiles)
+    check_plan(chain, plan)
+    memory_model: MemoryModel = "additive" if plan.memory_model == "additive" else "peak"
+    kind: CostKind = "flops" if plan.cost_kind == "flops" else "time"
+    simulated = simulate_plan(chain, plan.nodes, memory_model)
+    budget = max(plan.budget_bytes or 0, simulated.peak_bytes)
+    cost = plan_recompute_cost(chain, plan.nodes, kind)
+
+    def solved(result: PlannerResult) -> tuple[float, float] | None:
+        """Least cost by the solver's bound and by its plan; None where none fits."""
+        if simulate_plan(chain, result.nodes, memory_model).peak_bytes > budget:
+            return None
+        found = plan_recompute_cost(chain, result.nodes, kind)
+        return found * (1 - (result.optimality_gap or 0.0)), found
+
+    flat = solved(dynamic_programming(chain, budget, cost=kind, memory_model=memory_model))
+    any_shape = solved(optimal(chain, budget, cost=kind, memory_model=memory_model))
+    lower = cost if any_shape is None else min(any_shape[0], cost)
+    checked = "not made"
+    if cross_check is None:
+        cross_check = importlib.util.find_spec("scipy") is not None and len(chain) <= CROSS_CHECK_BLOCKS
+    if cross_check and flat is not None:
+        other = solved(ilp(chain, budget, cost=kind, memory_model=memory_model))
+        checked = "agrees" if other is not None and _overlap(flat, other) else "disagrees"
+    gap = (cost - lower) / cost if cost else 0.0
+    return Certificate(
+        plan_digest=plan.digest,
+        peak_bytes=simulated.peak_bytes,
+        peak_at=simulated.peak_at,
+        budget_bytes=budget,
+        cost=cost,
+        cost_kind=kind,
+        flat_lower_bound=None if flat is None else flat[0],
+        lower_bound=lower,
+        gap=gap if gap > _SAME else 0.0,
+        cross_check=checked,
+    )
+
+
+def _overlap(a: tuple[float, float], b: tuple[float, float]) -> bool:
+    """Whether one least cost can lie between both pairs of bounds."""
+    return a[0] <= b[1] * (1 + _SAME) and b[0] <= a[1] * (1 + _SAME)

@@ -1,0 +1,286 @@
+"""A chain as planners with options see it: per block a list of ways to run it, all costs as integers.
+
+A way ("option") is a ``StageCost``, what it costs beside keeping, and the plan node that stands for it. Everything a
+stage does to the storages at its boundary is in :func:`passed_on`; it is exact, as the simulator and the referee are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import NamedTuple
+
+from ckptplan.plan import Keep, PlanNode, Recompute
+from ckptplan.planners.flat import Stages
+from ckptplan.planners.tables import Transition
+from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, StageCost, recompute_costs
+
+# Bytes of each storage at hand that nobody holds until backward; 0 for one that is held, or stands outside.
+Loads = tuple[int, ...]
+Outputs = tuple[tuple[int, int | None], ...]  # bytes, and which input storage it is (None: memory of its own)
+
+NOTHING = StageCost(0, 0, 0, (False,), (False,))
+MOST_RUNS = 16  # per block: what the integer costs leave room for; a plan that runs blocks more often is never built
+LARGEST_VALUE = 2**61
+
+
+class Option(NamedTuple):
+    """One way to run a block at the top of a plan."""
+
+    cost: StageCost
+    value: int
+    node: Callable[[int], PlanNode]
+
+
+class Block(NamedTuple):
+    """One block: what it hands on, its options, and what a recomputed segment needs to know of it.
+
+    Attributes:
+        again: its bytes when recomputed; None: it may stand in no recomputed segment.
+        gradient: bytes of its outputs' gradients; None: it may not end a segment of several blocks.
+        full, last: value of running it inside a replay, and of running it as the replay's last block.
+    """
+
+    outputs: Outputs
+    options: tuple[Option, ...]
+    keep: StageCost
+    again: StageCost | None
+    gradient: int | None
+    full: int
+    last: int
+
+    @property
+    def least(self) -> int:
+        """The least value of any recomputation of the block."""
+        return min(self.full, self.last)
+
+    @property
+    def shortcut(self) -> int:
+        """Most bytes of its forward where that ends a replay: it stops when all that backward needs is there."""
+        assert self.again is not None
+        return max(0, self.again.backward_peak_bytes - (self.gradient or 0))
+
+
+@dataclass(frozen=True)
+class OptionChain:
+    """Blocks with options between two fixed stages.
+
+    Attributes:
+        kinds: per block a number; blocks of equal number are equal in everything.
+        unit: one unit of cost is ``unit`` ms or FLOPs; a value is units x ``runs_scale`` + number of block runs.
+    """
+
+    blocks: tuple[Block, ...]
+    kinds: tuple[int, ...]
+    pre: tuple[StageCost, Outputs] | None
+    post: StageCost
+    num_inputs: int
+    unit: Fraction
+    runs_scale: int
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def inputs(self) -> Loads:
+        return (0,) * self.num_inputs
+
+    def cost_of(self, value: float) -> float:
+        """A value as ms or FLOPs."""
+        return float(value / self.runs_scale * self.unit)
+
+    def value_of(self, nodes: Sequence[PlanNode]) -> int:
+        """The value of a plan over this chain's options."""
+        return sum(self._value(node) for node in nodes)
+
+    def _value(self, node: PlanNode) -> int:
+        if isinstance(node, Recompute):
+            return self._replay(node)
+        return next(o.value for o in self.blocks[node.block].options if o.node(node.block) == node)
+
+    def _replay(self, node: Recompute) -> int:
+        *leading, last = node.children
+        total = sum(self._full(child) for child in leading)
+        if isinstance(last, Keep):
+            total += self.blocks[last.block].last
+        return total + sum(self._replay(child) for child in node.children if isinstance(child, Recompute))
+
+    def _full(self, node: PlanNode) -> int:
+        if isinstance(node, Keep):
+            return self.blocks[node.block].full
+        assert isinstance(node, Recompute)
+        return sum(self._full(child) for child in node.children)
+
+
+def option_chain(profile: ChainProfile, cost: CostKind | None) -> OptionChain:
+    """The chain under the peak model. Today's options are keep and, where eligible, recompute.
+
+    Without ``cost`` each run of a block costs 1, for questions that are not about cost.
+    """
+    if cost is None:
+        last_costs: tuple[float | None, ...] = tuple(
+            1.0 if block.eligible_for_checkpoint else None for block in profile
+        )
+        works = [(1.0, 1.0)] * len(profile)
+    else:
+        last_costs = recompute_costs(profile, cost)
+        works = [(_full_cost(block, last, cost), last or 0.0) for block, last in zip(profile, last_costs, strict=True)]
+    unit, runs_scale = _scale(works)
+    values = [tuple(round(Fraction(str(figure)) / unit) * runs_scale + 1 for figure in pair) for pair in works]
+    blocks = tuple(
+        _block(block, full, last, eligible=known is not None)
+        for block, (full, last), known in zip(profile, values, last_costs, strict=True)
+    )
+    numbers: dict[Block, int] = {}
+    pre, post = profile.pre, profile.post
+    gradient = profile[-1].output_gradient_bytes or 0
+    return OptionChain(
+        blocks=blocks,
+        kinds=tuple(numbers.setdefault(block, len(numbers)) for block in blocks),
+        pre=None if pre is None else (pre.cost, tuple(zip(pre.output_bytes, pre.output_is_input, strict=True))),
+        post=StageCost(0, 0, gradient, (False,), (False,)) if post is None else post.cost,
+        num_inputs=len(profile.input_bytes),
+        unit=unit,
+        runs_scale=runs_scale,
+    )
+
+
+def additive_profile(profile: ChainProfile) -> ChainProfile:
+    """A chain whose peak is the sum of ``activation_bytes_estimate`` over kept blocks: the additive model."""
+    blocks = []
+    for block in profile:
+        keep = replace(NOTHING, saved_bytes=block.activation_bytes_estimate or 0)
+        blocks.append(
+            replace(
+                block, keep=keep, recompute=NOTHING, output_bytes=(0,), output_is_input=(None,), output_gradient_bytes=0
+            )
+        )
+    return ChainProfile(tuple(blocks))
+
+
+def recompute_one(block: int) -> PlanNode:
+    """The node that recomputes one block by itself."""
+    return Recompute((Keep(block),))
+
+
+def _block(block: BlockProfile, full: int, last: int, *, eligible: bool) -> Block:
+    assert block.keep is not None  # require_memory
+    again = block.recompute if eligible else None
+    options = [Option(block.keep, 0, Keep)]
+    if again is not None:
+        options.append(Option(again, last, recompute_one))
+    outputs = tuple(zip(block.output_bytes, block.output_is_input, strict=True))
+    return Block(outputs, tuple(options), block.keep, again, block.output_gradient_bytes, full, last)
+
+
+def _full_cost(block: BlockProfile, last: float | None, cost: CostKind) -> float:
+    figure = block.forward_flops if cost == "flops" else block.forward_time_ms
+    return (last or 0.0) if figure is None else figure
+
+
+def _scale(works: Sequence[tuple[float, float]]) -> tuple[Fraction, int]:
+    """Unit of cost (a power of ten), and the factor that leaves room for a count of runs below it."""
+    runs_scale = MOST_RUNS * len(works) + 1
+    total = sum(Fraction(str(figure)) for pair in works for figure in pair)
+    limit = Fraction(LARGEST_VALUE, MOST_RUNS * runs_scale)
+    unit = Fraction(1)
+    while total / unit > limit:
+        unit *= 10
+    if any(Fraction(str(figure)).denominator != 1 for pair in works for figure in pair):
+        while total * 10 / unit <= limit:
+            unit /= 10
+    return unit, runs_scale
+
+
+# Boundaries ----------------------------------------------------------------------------------------------------------
+
+
+class Passage(NamedTuple):
+    """What a stage does to the storages at hand.
+
+    Attributes:
+        unheld: bytes at hand that nobody holds yet; alive in its forward.
+        newly: those of them that it holds; alive in its backward.
+        retained: bytes that it adds to what is held until backward.
+        loads: what it hands on.
+    """
+
+    unheld: int
+    newly: int
+    retained: int
+    loads: Loads
+
+
+def passed_on(cost: StageCost, outputs: Outputs, loads: Loads) -> Passage:
+    """A stage of this cost over storages at hand of which ``loads`` bytes are held by nobody."""
+    holds = list(spread(cost.keeps_input, len(loads)))
+    makes = spread(cost.keeps_output, len(outputs))
+    for (_, passed), kept in zip(outputs, makes, strict=True):
+        if passed is not None and kept:
+            holds[passed] = True
+    newly = sum(size for size, held in zip(loads, holds, strict=True) if held)
+    made = sum(size for (size, passed), kept in zip(outputs, makes, strict=True) if passed is None and kept)
+    following = []
+    for (size, passed), kept in zip(outputs, makes, strict=True):
+        if passed is None:
+            following.append(0 if kept else size)
+        else:
+            following.append(0 if holds[passed] else loads[passed])
+    return Passage(sum(loads), newly, newly + made + cost.saved_bytes, tuple(following))
+
+
+def spread(flags: tuple[bool, ...], count: int) -> tuple[bool, ...]:
+    """One flag per storage; a single flag stands for all."""
+    return flags * count if len(flags) == 1 else flags
+
+
+# Flat plans over options ---------------------------------------------------------------------------------------------
+
+
+def flat_peak(chain: OptionChain, choice: Sequence[int]) -> int:
+    """Most bytes alive in a step with block i under option ``choice[i]``."""
+    stages = [] if chain.pre is None else [chain.pre]
+    stages += [(block.options[o].cost, block.outputs) for block, o in zip(chain.blocks, choice, strict=True)]
+    retained, peak, loads = 0, 0, chain.inputs
+    for cost, outputs in [*stages, (chain.post, ())]:
+        passage = passed_on(cost, outputs, loads)
+        need = max(passage.unheld + cost.forward_peak_bytes, passage.newly + cost.backward_peak_bytes)
+        peak = max(peak, retained + need)
+        retained, loads = retained + passage.retained, passage.loads
+    return peak
+
+
+def flat_stages(chain: OptionChain, *, relaxed: bool = False) -> Stages:
+    """The state machine of flat plans, for the search of ``flat.py``.
+
+    ``relaxed``: a recomputed block takes no bytes at all and costs the least that any recomputation of it costs. A
+    plan of any shape, read as such a flat one, needs no more bytes and costs no more: a lower bound on all plans.
+    """
+    stages: list[list[tuple[StageCost, int]]] = [[(chain.pre[0], 0)]] if chain.pre else []
+    outputs = [chain.pre[1]] if chain.pre else []
+    for block in chain.blocks:
+        ways = [(option.cost, option.value) for option in block.options]
+        if relaxed and block.again is not None:
+            ways.append((NOTHING, block.least))
+        stages.append(ways)
+        outputs.append(block.outputs)
+    states: list[Loads] = [chain.inputs]
+    machine: Stages = []
+    for ways, handed_on in zip([*stages, [(chain.post, 0)]], [*outputs, ()], strict=True):
+        numbers: dict[Loads, int] = {}
+        machine.append([_transitions(ways, handed_on, loads, numbers) for loads in states])
+        states = list(numbers)
+    return machine
+
+
+def _transitions(
+    ways: Sequence[tuple[StageCost, int]], outputs: Outputs, loads: Loads, numbers: dict[Loads, int]
+) -> list[tuple[Transition, int]]:
+    found = []
+    for option, (cost, value) in reversed(list(enumerate(ways))):  # of equal labels the first stays: see flat.py
+        passage = passed_on(cost, outputs, loads)
+        need = max(passage.unheld + cost.forward_peak_bytes, passage.newly + cost.backward_peak_bytes)
+        following = numbers.setdefault(passage.loads, len(numbers))
+        found.append((Transition(option, need, passage.retained, following, 0.0), value))
+    return found

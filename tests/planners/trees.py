@@ -1,0 +1,211 @@
+"""All plans of a small chain, and a judge of them that shares no code with the package.
+
+The judge runs a step tensor by tensor: every boundary storage is an object with the set of those who hold it, every
+stage books what it saves, and a recomputed node replays its children in the backward of the outer walk.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptplan.planners.options import Option, OptionChain
+from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
+
+Tree = int | tuple[Any, ...]  # block number: kept; tuple: recomputed children; (i,): block i by itself
+
+
+def all_forests(first: int, count: int) -> Iterator[tuple[Tree, ...]]:
+    """Every way to cover blocks ``first`` .. ``first + count - 1``."""
+    if count == 0:
+        yield ()
+    for size in range(1, count + 1):
+        for tree in _trees(first, size):
+            for rest in all_forests(first + size, count - size):
+                yield (tree, *rest)
+
+
+def _trees(first: int, size: int) -> Iterator[Tree]:
+    if size == 1:
+        yield first
+        yield (first,)
+        return
+    for length in range(1, size):  # the first child ends before the last block: no node wraps just one other
+        for tree in _trees(first, length):
+            for rest in all_forests(first + length, size - length):
+                yield (tree, *rest)
+
+
+def text(forest: Sequence[Tree], *, inner: bool = False) -> str:
+    keep = "" if inner else "K"
+    return " ".join(f"{keep}{t}" if isinstance(t, int) else f"R({text(t, inner=True)})" for t in forest)
+
+
+@dataclass(eq=False)
+class _Storage:
+    size: int
+    holders: set[int] = field(default_factory=set)
+
+
+def peak(chain: ChainProfile, forest: Sequence[Tree]) -> int | None:
+    """Most bytes alive in a step; None where a block is recomputed that cannot be."""
+    stages: list[Any] = [] if chain.pre is None else [(chain.pre.cost, chain.pre)]
+    for tree in forest:
+        stage = _stage(chain, tree)
+        if stage is None:
+            return None
+        stages.append(stage)
+    if chain.post is None:
+        stages.append((StageCost(0, 0, chain[-1].output_gradient_bytes or 0, (False,), (False,)), None))
+    else:
+        stages.append((chain.post.cost, chain.post))
+    forward, backward = _step(stages, len(chain.input_bytes))
+    return max(*forward, *backward)
+
+
+def cost(chain: ChainProfile, forest: Sequence[Tree]) -> float:
+    """Milliseconds of all replays, from a list of what each replay runs."""
+    return sum(_replay_ms(chain, tree) for tree in forest if not isinstance(tree, int))
+
+
+def _replay_ms(chain: ChainProfile, tree: tuple[Any, ...]) -> float:
+    total = sum(chain[i].forward_time_ms or 0.0 for child in tree[:-1] for i in _leaves(child))
+    if isinstance(tree[-1], int):
+        total += chain[tree[-1]].recompute_time_ms or 0.0
+    return total + sum(_replay_ms(chain, child) for child in tree if not isinstance(child, int))
+
+
+def _leaves(tree: Tree) -> list[int]:
+    return [tree] if isinstance(tree, int) else [i for child in tree for i in _leaves(child)]
+
+
+def _stage(chain: ChainProfile, tree: Tree) -> tuple[StageCost, Any] | None:
+    """Figures of a node as one stage, and whatever knows its outputs."""
+    if isinstance(tree, int):
+        cost = chain[tree].keep
+        assert cost is not None
+        return cost, chain[tree]
+    members = [chain[i] for i in _leaves(tree)]
+    if any(m.recompute is None or not m.eligible_for_checkpoint for m in members):
+        return None
+    if len(members) == 1:
+        return members[0].recompute, members[0]  # type: ignore[return-value]
+    gradient = members[-1].output_gradient_bytes
+    children = [_stage(chain, child) for child in tree]
+    if gradient is None or any(child is None for child in children):
+        return None
+    count = len(members[0].recompute.keeps_input)  # type: ignore[union-attr]
+    bare = [(replace(m.recompute, saved_bytes=0, keeps_input=(False,), keeps_output=(False,)), m) for m in members]  # type: ignore[type-var]
+    first_forward, _ = _step(bare, count)
+    last_cost, last_outputs = children[-1]  # type: ignore[misc]
+    runs = 0
+    if isinstance(tree[-1], int):
+        runs = min(last_cost.forward_peak_bytes, max(0, members[-1].recompute.backward_peak_bytes - gradient))  # type: ignore[union-attr]
+    children[-1] = (replace(last_cost, forward_peak_bytes=runs), last_outputs)
+    replayed, backward = _step(children, count)
+    keeps = members[0].recompute.keeps_input  # type: ignore[union-attr]
+    whole = StageCost(0, max(first_forward), max(gradient + max(replayed), *backward), keeps, (False,))
+    return whole, _Outputs(members, count)
+
+
+class _Outputs:
+    """A segment's outputs, traced back through its members to its inputs."""
+
+    def __init__(self, members: Sequence[BlockProfile], count: int) -> None:
+        at_hand: list[tuple[int, int | None]] = [(0, i) for i in range(count)]
+        for member in members:
+            sources = zip(member.output_bytes, member.output_is_input, strict=True)
+            at_hand = [(size, None) if source is None else at_hand[source] for size, source in sources]
+        self.output_bytes = tuple(size for size, _ in at_hand)
+        self.output_is_input = tuple(source for _, source in at_hand)
+
+
+def _step(stages: Sequence[Any], num_inputs: int) -> tuple[list[int], list[int]]:
+    """Bytes alive in the forward and in the backward of each stage; inputs stand outside and count nothing."""
+    at_hand = [_Storage(0) for _ in range(num_inputs)]
+    everything = list(at_hand)
+    forward, saved, made_by = [], [], []
+    for index, (cost, outputs) in enumerate(stages):
+        held = [s for s in everything if s.holders or any(s is other for other in at_hand)]
+        forward.append(sum(saved) + sum(s.size for s in held) + cost.forward_peak_bytes)
+        handed, made = [], []
+        passing = zip(outputs.output_bytes, outputs.output_is_input, strict=True) if outputs is not None else ()
+        for size, source in passing:
+            handed.append(_Storage(size) if source is None else at_hand[source])
+            if source is None:
+                made.append(handed[-1])
+        for storages, flags in ((at_hand, cost.keeps_input), (handed, cost.keeps_output)):
+            for storage, kept in zip(storages, flags * len(storages) if len(flags) == 1 else flags, strict=True):
+                if kept:
+                    storage.holders.add(index)
+        everything += made
+        made_by.append(made)
+        saved.append(cost.saved_bytes)
+        at_hand = handed
+    backward = [0] * len(stages)
+    for index in reversed(range(len(stages))):
+        own = made_by[index]
+        older = [s for s in everything if s.holders and not any(s is mine for mine in own)]
+        backward[index] = sum(saved[:index]) + sum(s.size for s in older) + stages[index][0].backward_peak_bytes
+        for storage in everything:
+            storage.holders.discard(index)
+    return forward, backward
+
+
+def uneven(chain: ChainProfile, seed: int) -> ChainProfile:
+    """The chain with forward times, and recomputations that save, hold and pass on whatever they like."""
+    rng = random.Random(f"uneven {seed}")
+    blocks = []
+    for block in chain:
+        again = block.recompute
+        assert again is not None
+        if seed % 2:
+            again = replace(
+                again,
+                saved_bytes=rng.choice([0, 0, 1000]),
+                backward_peak_bytes=rng.randint(0, 2**23),
+                keeps_input=tuple(rng.random() < 0.6 for _ in again.keeps_input),
+                keeps_output=tuple(rng.random() < 0.3 for _ in again.keeps_output),
+            )
+        gradient = block.output_gradient_bytes
+        if seed % 3 == 0 and block is not chain[-1]:
+            gradient = rng.choice([None, 0, gradient])
+        forward_ms = rng.randint(16, 160) / 32
+        blocks.append(replace(block, recompute=again, output_gradient_bytes=gradient, forward_time_ms=forward_ms))
+    return replace(chain, blocks=tuple(blocks))
+
+
+def five_options(chain: OptionChain, seed: int) -> tuple[OptionChain, dict[tuple[int, int], StageCost]]:
+    """Three more ways to run each block, between keeping all and nothing; nodes are stand-ins with a number."""
+    rng = random.Random(seed)
+    blocks, figures = [], {}
+    for i, block in enumerate(chain.blocks):
+        options = list(block.options)
+        for number in range(3):
+            share = (number + 1) / 4 + rng.random() / 8
+            keep = block.keep
+            cost = replace(keep, saved_bytes=int(keep.saved_bytes * share))
+            value = int((1 - share) ** 2 * block.last) // chain.runs_scale * chain.runs_scale + 1
+            options.append(Option(cost, value, _StandIn(number)))
+            figures[i, number] = cost
+        blocks.append(block._replace(options=tuple(options)))
+    kinds = {block: number for number, block in enumerate(dict.fromkeys(blocks))}
+    return replace(chain, blocks=tuple(blocks), kinds=tuple(kinds[block] for block in blocks)), figures
+
+
+@dataclass(frozen=True)
+class _StandIn:
+    """A node maker: ``Selective`` in miniature."""
+
+    number: int
+
+    def __call__(self, block: int) -> Any:
+        return _StandInNode(block, self.number)
+
+
+@dataclass(frozen=True)
+class _StandInNode:
+    block: int
+    number: int
