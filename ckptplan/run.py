@@ -39,10 +39,12 @@ from ckptplan.optim import learning_rate_schedule
 from ckptplan.plan import CheckpointPlan
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 from ckptplan.proof import GradientCheck, StepProof, is_out_of_memory, prove_model
+from ckptplan.randomness import random_state_restored
 from ckptplan.record import (
     BudgetRecord,
     ErrorRecord,
     GradientsRecord,
+    LatencyRecord,
     PlanRecord,
     RunRecorder,
     RunResult,
@@ -60,10 +62,12 @@ from ckptplan.subject import LossFn, Trials
 from ckptplan.targets import instantiate
 from ckptplan.tracking import Tracker, open_tracker
 from ckptplan.training import TrainSettings, TrainSummary, loss_of, to_device, train
+from ckptplan.twin import make_twin
 from ckptplan.units import format_bytes
 
 log = logging.getLogger(__name__)
 
+NOISY_SPREAD = 0.1  # standard deviation over median of step times, above which a note is written
 MOST_PREDICTION_ERROR = 0.01  # the promise: predicted and measured peak differ by at most 1 %
 
 
@@ -114,6 +118,8 @@ def _ended(result: RunResult, stop: StopFlag) -> Iterator[None]:
         result.status, result.error = "infeasible", ErrorRecord(type(error).__name__, str(error))
         result.memory.smallest_reachable_bytes = error.smallest_reachable_bytes
         log.error("no plan fits: %s", error)
+        if error.smallest_reachable_bytes is not None:
+            log.error("the least budget that works here: budget_bytes=%d", error.smallest_reachable_bytes)
     except (RunInterruptedError, KeyboardInterrupt) as error:
         if stop.signal_number is None:
             stop.request(2)
@@ -164,6 +170,7 @@ class _Run:
         data = instantiate(self.config.data, "data")
         model = self.build_model(data, runtime)
         batch = to_device(next(iter(data.epoch_batches(0))), runtime.device)
+        self.require_fit(model, batch, runtime)
         selection = self.select_blocks(model, batch, runtime)
         self.tracker.start(resolved, self.config.name or self.folder.name, self.config.logger.group)
         self.is_started = True
@@ -200,6 +207,23 @@ class _Run:
         count = sum(p.numel() for p in model.parameters())
         log.info("model: %s, %s parameters; data: %s", self.result.model, f"{count:,}", self.result.data)
         return model
+
+    def require_fit(self, model: nn.Module, batch: Batch, runtime: Runtime) -> None:
+        """One forward, so that a model and data that do not fit are told before anything is measured."""
+        (twin,) = make_twin([model])
+        try:
+            with random_state_restored(runtime.device), torch.no_grad():
+                _loss_fn(runtime)(twin, batch)
+        except (RuntimeError, TypeError, ValueError, IndexError, AssertionError, AttributeError) as error:
+            if is_out_of_memory(error):
+                raise
+            shape = ", ".join(map(str, batch.inputs.shape))
+            dtype = str(batch.inputs.dtype).removeprefix("torch.")
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(
+                f"model {self.result.model} failed on a batch of {self.result.data} ({dtype}[{shape}]): {reason}\n"
+                "  type: data=<data that fits it>, or change the model's arguments; the log has the traceback"
+            ) from error
 
     def select_blocks(self, model: nn.Module, batch: Batch, runtime: Runtime) -> BlockSelection:
         paths = self.config.blocks.paths
@@ -240,7 +264,8 @@ class _Run:
         profile.save(self.folder / "profile.json")
         self.result.timing.profile_s = time.perf_counter() - start_s
         kinds = len({block.kind for block in profile})
-        log.info("profile: %d blocks of %d kinds measured in %.1f s", len(profile), kinds, self.result.timing.profile_s)
+        of_kinds = f"{kinds} kind" if kinds == 1 else f"{kinds} kinds"
+        log.info("profile: %d blocks of %s measured in %.1f s", len(profile), of_kinds, self.result.timing.profile_s)
         return profile
 
     def plan(self, profile: ChainProfile, static: StaticBytes) -> CheckpointPlan:
@@ -306,10 +331,19 @@ class _Run:
             memory.within_budget = proof.peak_bytes <= budget_bytes
         latency.step_ms, latency.no_checkpoint_step_ms = _times(proof.step_ms), _times(proof.no_checkpoint_step_ms)
         latency.overhead_ratio = proof.overhead_ratio
+        self._note_noise(latency)
         self.result.gradients = _gradients(proof.gradients, proof.gradients_note)
         if proof.out_of_memory == "planned":
             raise torch.cuda.OutOfMemoryError("the planned step does not fit the device")
         return proof
+
+    def _note_noise(self, latency: LatencyRecord) -> None:
+        spreads = [t.std / t.p50 for t in (latency.step_ms, latency.no_checkpoint_step_ms) if t.std and t.p50]
+        if spreads and max(spreads) > NOISY_SPREAD:
+            self.result.notes.append(
+                f"step times scatter by {max(spreads):.0%}: the machine is busy, take the time added with care "
+                "(proof.latency_trials=20 helps)"
+            )
 
     # --- train ---
 

@@ -57,7 +57,9 @@ def format_ms(milliseconds: float | None) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """The same for seconds."""
+    """The same for seconds; ``"40 min"`` from two minutes on."""
+    if seconds is not None and seconds >= 120:
+        return f"{seconds / 60:.0f} min"
     return format_ms(None if seconds is None else seconds * 1000)
 
 

@@ -213,7 +213,7 @@ def _result_rows(result: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str
         "time added",
         format_percent(latency["predicted_overhead_ratio"]),
         format_percent(latency["overhead_ratio"]),
-        "",
+        "" if latency["overhead_ratio"] is None else "of a step; median over pairs of steps, with and without",
     )
     yield "gradients", "", _gradient_words(result["gradients"]), _gradient_detail(result["gradients"])
     yield "loss", "", _loss_words(result["training"]), _throughput(result["training"])
