@@ -46,6 +46,7 @@ __all__ = [
     "Planner",
     "PlannerResult",
     "TargetKind",
+    "least_nested_peak",
     "no_checkpoint_peak",
     "plan_checkpoints",
     "smallest_reachable",

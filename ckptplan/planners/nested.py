@@ -91,7 +91,7 @@ def cheapest_plan(
     return _refined(chain, relaxed, best, lower, limit, is_limited=limit < wanted)
 
 
-def least_nested_peak(profile: ChainProfile, memory_model: MemoryModel) -> tuple[int, str]:
+def least_nested_peak(profile: ChainProfile, memory_model: MemoryModel = "peak") -> tuple[int, str]:
     """The least peak in bytes of plans of any shape, and the stage and phase that set it; quick on long chains too.
 
     Where stretches neither repeat nor are few, segments are limited in length, and the least may be lower still.
