@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     )
     from ckptplan.explanation import BlockExplanation, PlanExplanation, explain
     from ckptplan.measure import profile_blocks, profile_model
-    from ckptplan.plan import CheckpointDecision, CheckpointPlan, Keep, Recompute
+    from ckptplan.plan import CheckpointDecision, CheckpointPlan, Keep, Recompute, Selective
     from ckptplan.planners import plan_checkpoints
-    from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
+    from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, SelectiveOption, StageCost
     from ckptplan.simulate import PlanCost, simulate_plan
     from ckptplan.validate import validate_plan
 
@@ -43,12 +43,14 @@ _MODULE_OF_NAME = {
     "profile_blocks": "measure",
     "profile_model": "measure",
     "StageCost": "profiles",
+    "SelectiveOption": "profiles",
     "BlockProfile": "profiles",
     "RegionProfile": "profiles",
     "ChainProfile": "profiles",
     "plan_checkpoints": "planners",
     "Keep": "plan",
     "Recompute": "plan",
+    "Selective": "plan",
     "CheckpointDecision": "plan",
     "CheckpointPlan": "plan",
     "simulate_plan": "simulate",
@@ -87,12 +89,14 @@ __all__ = [  # noqa: RUF022 - data-path order
     "profile_blocks",
     "profile_model",
     "StageCost",
+    "SelectiveOption",
     "BlockProfile",
     "RegionProfile",
     "ChainProfile",
     "plan_checkpoints",
     "Keep",
     "Recompute",
+    "Selective",
     "CheckpointDecision",
     "CheckpointPlan",
     "simulate_plan",

@@ -2,7 +2,8 @@
 
 ``apply_plan`` builds a container of its own and touches no block. ``checkpointed`` patches a whole model,
 reversibly. Both run the tree of the plan: a kept block is called; a recomputed node runs under
-``recompute.run_recomputed``, nested as in the tree. With gradients off everything is called plainly.
+``recompute.run_recomputed``, nested as in the tree; a block of which part is kept runs under
+``replay.run_replayed``. With gradients off everything is called plainly.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from torch import nn
 
 from ckptplan.blocks import CheckpointableBlock, call_block, declare_blocks
 from ckptplan.errors import PlanIncompatibleError
-from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, blocks_of
+from ckptplan.graph import Output
+from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, Selective, blocks_of
 from ckptplan.recompute import BufferSlot, Guards, buffer_slots, run_recomputed
+from ckptplan.replay import run_replayed
 from ckptplan.validate import validate_plan
 
 CallBlock = Callable[[int, Any], Any]  # (block number, what the previous one returned) -> output
@@ -55,14 +58,22 @@ class CheckpointedSequential(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         modules = list(self.blocks)
-        guards = _plan_guards(self.plan, modules)
+        how = _how_to_run(self.plan, modules)
         value: Any = inputs
         for node in self.plan.nodes:
-            value = run_node(node, value, lambda i, v: call_block(modules[i], v, kwargs), guards)
+            value = run_node(node, value, lambda i, v: call_block(modules[i], v, kwargs), how)
         return value
 
 
-def run_node(node: PlanNode, value: Any, call: CallBlock, guards: Sequence[Guards]) -> Any:
+@dataclass(frozen=True)
+class HowToRun:
+    """Per block what a recomputation restores, and what inside it is kept (of Selective nodes)."""
+
+    guards: tuple[Guards, ...]
+    kept: tuple[tuple[Output, ...], ...]
+
+
+def run_node(node: PlanNode, value: Any, call: CallBlock, how: HowToRun) -> Any:
     """Run one node of a plan on ``value``, which the blocks before it returned.
 
     Raises:
@@ -70,15 +81,17 @@ def run_node(node: PlanNode, value: Any, call: CallBlock, guards: Sequence[Guard
     """
     if isinstance(node, Keep):
         return call(node.block, value)
+    if isinstance(node, Selective):
+        return run_replayed(call, how.kept[node.block], node.block, value)
     if not isinstance(node, Recompute):
         raise PlanIncompatibleError(f"{node!r} is a kind of node that this executor does not run")
 
     def children(given: Any) -> Any:
         for child in node.children:
-            given = run_node(child, given, call, guards)
+            given = run_node(child, given, call, how)
         return given
 
-    return run_recomputed(children, _joined(guards[i] for i in blocks_of([node])), value)
+    return run_recomputed(children, _joined(how.guards[i] for i in blocks_of([node])), value)
 
 
 def _joined(guards: Any) -> Guards:
@@ -87,11 +100,12 @@ def _joined(guards: Any) -> Guards:
     return Guards(any(g.preserve_rng_state for g in every), tuple(slots))
 
 
-def _plan_guards(plan: CheckpointPlan, modules: Sequence[nn.Module]) -> list[Guards]:
-    return [
+def _how_to_run(plan: CheckpointPlan, modules: Sequence[nn.Module]) -> HowToRun:
+    guards = tuple(
         Guards(decision.preserve_rng_state, buffer_slots(module, decision.mutated_buffers))
         for decision, module in zip(plan.decisions, modules, strict=True)
-    ]
+    )
+    return HowToRun(guards, tuple(tuple(map(Output.of, d.saved_ops or ())) for d in plan.decisions))
 
 
 class checkpointed:
@@ -123,7 +137,7 @@ class checkpointed:
             )
         self.plan = plan
         self._originals = [block.module.forward for block in self.blocks]
-        self._guards = _plan_guards(plan, [block.module for block in self.blocks])
+        self._how = _how_to_run(plan, [block.module for block in self.blocks])
 
     def __enter__(self) -> checkpointed:
         for node in self.plan.nodes:
@@ -152,7 +166,7 @@ class checkpointed:
 
     def _first_forward(self, node: PlanNode, segment: _Segment) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            output = run_node(node, _Arguments(args, kwargs), self._call, self._guards)
+            output = run_node(node, _Arguments(args, kwargs), self._call, self._how)
             segment.start(output)
             return output
 

@@ -13,8 +13,18 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ckptplan.errors import PlanIncompatibleError
-from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, blocks_of, recomputed_blocks, tree_faults
+from ckptplan.plan import (
+    CheckpointPlan,
+    Keep,
+    PlanNode,
+    Recompute,
+    Selective,
+    blocks_of,
+    recomputed_blocks,
+    tree_faults,
+)
 from ckptplan.profiles import BlockProfile, ChainProfile, StageCost, as_chain, recompute_costs, require_memory
+from ckptplan.selective import find_option
 from ckptplan.units import format_bytes
 
 
@@ -70,6 +80,19 @@ def _eligibility_faults(chain: ChainProfile, plan: CheckpointPlan) -> list[str]:
             faults.append(f"block {block.block_id!r} is recomputed but not eligible: {block.exclusion_reason}")
         elif plan.memory_model == "peak" and block.recompute is None:
             faults.append(f"block {block.block_id!r} is recomputed but the profile has no figures for that")
+    for node in plan.nodes:
+        if isinstance(node, Selective):
+            try:
+                option = find_option(chain[node.block], node.saved_ops)
+            except PlanIncompatibleError as error:
+                faults += error.faults
+                continue
+            decision = plan.decisions[node.block]
+            if decision.saved_ops != option.saved_ops or decision.sequence_hash != option.sequence_hash:
+                faults.append(
+                    f"block {decision.block_id!r} keeps {decision.saved_ops} of operators {decision.sequence_hash}; "
+                    f"the profile's option is {option.saved_ops} of {option.sequence_hash}"
+                )
     return faults
 
 
@@ -94,6 +117,10 @@ def _replays(chain: ChainProfile, node: PlanNode, cost_kind: str) -> float:
     """What the replays under ``node`` cost; its own ends before a nested last child, or in that block's early stop."""
     if isinstance(node, Keep):
         return 0
+    if isinstance(node, Selective):
+        option = find_option(chain[node.block], node.saved_ops)
+        added = option.flops if cost_kind == "flops" else option.time_ms
+        return (1.0 if cost_kind == "time" and _is_untimed(chain) else 0) if added is None else added
     *leading, last = node.children
     total = sum(_full_cost(chain, i, cost_kind) for i in blocks_of(leading))
     if isinstance(last, Keep):
@@ -105,11 +132,15 @@ def _last_cost(chain: ChainProfile, i: int, cost_kind: str) -> float:
     block = chain[i]
     if cost_kind == "flops":
         return block.recompute_flops or 0
-    if all(b.recompute_time_ms is None and b.recompute_time_upper_bound_ms_mean is None for b in chain):
+    if _is_untimed(chain):
         return 1.0
     if block.recompute_time_ms is not None:
         return block.recompute_time_ms
     return block.recompute_time_upper_bound_ms_mean or 0.0
+
+
+def _is_untimed(chain: ChainProfile) -> bool:
+    return all(b.recompute_time_ms is None and b.recompute_time_upper_bound_ms_mean is None for b in chain)
 
 
 def _full_cost(chain: ChainProfile, i: int, cost_kind: str) -> float:
@@ -126,7 +157,8 @@ def _peak_bytes(chain: ChainProfile, plan: CheckpointPlan) -> int:
 
 def _peak_of_nodes(chain: ChainProfile, nodes: Sequence[PlanNode], memory_model: str) -> int:
     if memory_model == "additive":
-        return sum(chain[node.block].activation_bytes_estimate or 0 for node in nodes if isinstance(node, Keep))
+        kept = sum(chain[node.block].activation_bytes_estimate or 0 for node in nodes if isinstance(node, Keep))
+        return kept + sum(_part_kept(chain[node.block], node) for node in nodes if isinstance(node, Selective))
     stages = [_as_stage(chain, node) for node in nodes]
     if chain.pre is not None:
         stages.insert(0, _Stage(chain.pre.cost, chain.pre.output_bytes, chain.pre.output_is_input))
@@ -136,6 +168,14 @@ def _peak_of_nodes(chain: ChainProfile, nodes: Sequence[PlanNode], memory_model:
         stages.append(_Stage(StageCost(0, 0, chain[-1].output_gradient_bytes or 0, (False,), (False,)), (), ()))
     forward, backward = _phase_peaks(stages, len(chain.input_bytes))
     return max(forward + backward)
+
+
+def _part_kept(block: BlockProfile, node: Selective) -> int:
+    cost = find_option(block, node.saved_ops).cost
+    held = cost.keeps_output * len(block.output_bytes) if len(cost.keeps_output) == 1 else cost.keeps_output
+    own = [size for size, passed in zip(block.output_bytes, block.output_is_input, strict=True) if passed is None]
+    own_held = [kept for kept, passed in zip(held, block.output_is_input, strict=True) if passed is None]
+    return cost.saved_bytes + sum(size for size, kept in zip(own, own_held, strict=True) if kept)
 
 
 class _Stage(NamedTuple):
@@ -149,6 +189,8 @@ def _as_stage(chain: ChainProfile, node: PlanNode) -> _Stage:
     if len(members) == 1:
         block = members[0]
         cost = block.keep if isinstance(node, Keep) else block.recompute
+        if isinstance(node, Selective):
+            cost = find_option(block, node.saved_ops).cost
         assert cost is not None, f"block {block.block_id!r} has no figures"
         return _Stage(cost, block.output_bytes, block.output_is_input)
     assert isinstance(node, Recompute)
@@ -186,7 +228,8 @@ def _phase_peaks(stages: Sequence[_Stage], num_inputs: int) -> tuple[list[int], 
     n = len(stages)
     # steps[l] holds what changes at stage l; summed from the left they give the bytes at each stage
     forward_steps, backward_steps = [0] * (n + 2), [0] * (n + 2)
-    for group in _storages(stages, num_inputs):
+    groups = _storages(stages, num_inputs)
+    for group in groups:
         forward_steps[group.made_at + 1] += group.size
         if group.first_keeper is None:
             forward_steps[group.last_use + 1] -= group.size
@@ -196,8 +239,16 @@ def _phase_peaks(stages: Sequence[_Stage], num_inputs: int) -> tuple[list[int], 
         forward_steps[index + 1] += stage.cost.saved_bytes
         backward_steps[index + 1] += stage.cost.saved_bytes
     forward = [held + s.cost.forward_peak_bytes for held, s in zip(accumulate(forward_steps), stages, strict=False)]
-    backward = [held + s.cost.backward_peak_bytes for held, s in zip(accumulate(backward_steps), stages, strict=False)]
+    shared = {keeper for group in groups for keeper in group.later_keepers}
+    peaks = [_backward_peak(stage.cost, index in shared) for index, stage in enumerate(stages)]
+    backward = [held + peak for held, peak in zip(accumulate(backward_steps), peaks, strict=False)]
     return forward, backward
+
+
+def _backward_peak(cost: StageCost, is_shared: bool) -> int:
+    if is_shared and cost.backward_peak_sharing_input_bytes is not None:
+        return cost.backward_peak_sharing_input_bytes
+    return cost.backward_peak_bytes
 
 
 class _Storage:
@@ -206,6 +257,7 @@ class _Storage:
     def __init__(self, size: int, made_at: int) -> None:
         self.size, self.made_at, self.last_use = size, made_at, made_at
         self.first_keeper: int | None = None
+        self.later_keepers: list[int] = []
 
 
 def _storages(stages: Sequence[_Stage], num_inputs: int) -> list[_Storage]:
@@ -221,6 +273,8 @@ def _storages(stages: Sequence[_Stage], num_inputs: int) -> list[_Storage]:
             for storage, kept in zip(storages, spread, strict=True):
                 if kept and storage.first_keeper is None:
                     storage.first_keeper = index
+                elif kept and storage.first_keeper != index:
+                    storage.later_keepers.append(index)
         for storage in at_hand:
             storage.last_use = max(storage.last_use, index)
         found += [storage for storage in made if storage.made_at == index]

@@ -140,7 +140,7 @@ def _turned(node: PlanNode, block: int) -> tuple[PlanNode, ...]:
 
 def _part(node: PlanNode, wanted: Callable[[int], bool]) -> tuple[PlanNode, ...]:
     """What is left of the node with only the wanted blocks; nothing, or one node."""
-    if isinstance(node, Keep):
+    if not isinstance(node, Recompute):
         return (node,) if wanted(node.block) else ()
     children = tuple(part for child in node.children for part in _part(child, wanted))
     if len(children) == 1 and isinstance(children[0], Recompute):

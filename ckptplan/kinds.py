@@ -149,8 +149,13 @@ def measure_bytes_and_flops(kind: Kind, device: torch.device, memory: str) -> No
             kind.recompute = settled_bytes(again, device, memory)
 
 
-def with_loss(cost: StageCost | None, held_bytes: int) -> StageCost | None:
-    return None if cost is None else replace(cost, backward_peak_bytes=cost.backward_peak_bytes + held_bytes)
+def with_loss(cost: StageCost, held_bytes: int) -> StageCost:
+    sharing = cost.backward_peak_sharing_input_bytes
+    return replace(
+        cost,
+        backward_peak_bytes=cost.backward_peak_bytes + held_bytes,
+        backward_peak_sharing_input_bytes=None if sharing is None else sharing + held_bytes,
+    )
 
 
 def time_again(kind: Kind, device: torch.device, synchronize: Callable[[], None]) -> float | None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ckptplan.blocks import CheckpointableBlock, select_blocks
+from ckptplan.choices import Choices, Measuring, find_choices, same_choices, time_choices
 from ckptplan.discovery import find_blocks
 from ckptplan.errors import NoDifferentiableOutputError
 from ckptplan.kinds import (
@@ -53,6 +54,7 @@ def profile_blocks(
     num_trials: int = 10,
     memory: str = "auto",
     make_target: Callable[[Any], torch.Tensor] | None = None,
+    selective: bool = False,
 ) -> ChainProfile:
     """What each block of a plain chain costs, in bytes, milliseconds and FLOPs.
 
@@ -66,6 +68,8 @@ def profile_blocks(
         memory: "auto" (the device's allocator), "cpu", "cuda", "live" (tensors only) or "off".
         make_target: output of the chain -> scalar loss. Measured where given, else the loss is assumed to
             cost the gradient of the output only.
+        selective: also find and measure ways to keep part of each block (``BlockProfile.selective``); a
+            block without any says why in its warnings.
 
     Raises:
         ValueError, TypeError: no blocks, wrong device or dtype, bad counts.
@@ -94,6 +98,7 @@ def profile_blocks(
         trials=Trials(num_warmup, num_trials),
         memory=memory,
         has_loss=make_target is not None,
+        selective=selective,
     )
 
 
@@ -108,6 +113,7 @@ def profile_model(
     num_trials: int = 10,
     memory: str = "auto",
     check_stop: Callable[[], None] = lambda: None,
+    selective: bool = False,
 ) -> ChainProfile:
     """What each block of ``model`` costs, and what the model runs before and after them.
 
@@ -119,6 +125,7 @@ def profile_model(
         loss_fn: ``loss_fn(model, batch)`` -> scalar loss.
         device: default: where the model's parameters are.
         check_stop: called between trials; may raise to end the profiling.
+        selective: as in ``profile_blocks``.
 
     Raises: as ``profile_blocks``.
     """
@@ -136,6 +143,7 @@ def profile_model(
         trials=Trials(num_warmup, num_trials),
         memory=memory,
         has_loss=True,
+        selective=selective,
         check_stop=check_stop,
     )
 
@@ -171,6 +179,7 @@ def _profile(
     trials: Trials,
     memory: str,
     has_loss: bool,
+    selective: bool,
     check_stop: Callable[[], None] = lambda: None,
 ) -> ChainProfile:
     require_placement(blocks, batch, device, dtype)
@@ -181,7 +190,7 @@ def _profile(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         subject = Subject.of(model, blocks, batch, step, device, has_loss)
-        return _measure(subject, trials, memory, check_stop)
+        return _measure(subject, trials, memory, check_stop, selective and memory != "off")
 
 
 @dataclass
@@ -205,7 +214,9 @@ class _Clock:
         return statistics.stdev(values) if len(values) > 1 else None
 
 
-def _measure(subject: Subject, trials: Trials, memory: str, check_stop: Callable[[], None]) -> ChainProfile:
+def _measure(
+    subject: Subject, trials: Trials, memory: str, check_stop: Callable[[], None], selective: bool
+) -> ChainProfile:
     trace = trace_chain(subject.names, subject.modules, subject.run_step, subject.outside, subject.device)
     regions: dict[str, StageForward] = {}
     if subject.has_loss:
@@ -216,11 +227,19 @@ def _measure(subject: Subject, trials: Trials, memory: str, check_stop: Callable
     _require_gradient(kinds, subject.names)
     costs = _measure_bytes(kinds, regions, subject, memory, check_stop)
     time_keys = [time_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)]
-    clocks = _measure_times(_timed_kinds(kinds, keys, time_keys), regions, subject, trials, check_stop)
+    timed = _timed_kinds(kinds, keys, time_keys)
+    choices: dict[str, Choices] = {}
+    if selective:
+        choices = _find_choices(kinds, dict(zip(keys, time_keys, strict=True)), timed, regions, subject, memory)
+    of_timed = {name: choices[key] for name, kind in timed.items() for key in choices if kinds[key] is kind}
+    clocks = _measure_times(timed, regions, of_timed, subject, trials, check_stop)
     first = trace.calls[0]
     return ChainProfile(
         blocks=tuple(
-            _block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory)
+            _with_choices(
+                _block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory),
+                choices.get(key),
+            )
             for order, key in enumerate(keys)
         ),
         pre=_region_profile("before the blocks", "pre", regions, costs, clocks, first.boundary),
@@ -254,7 +273,8 @@ def _measure_bytes(
     for kind in kinds.values():
         check_stop()
         measure_bytes_and_flops(kind, subject.device, memory)
-        kind.keep, kind.recompute = with_loss(kind.keep, held_bytes), with_loss(kind.recompute, held_bytes)
+        kind.keep = kind.keep and with_loss(kind.keep, held_bytes)
+        kind.recompute = kind.recompute and with_loss(kind.recompute, held_bytes)
     costs = {
         name: settled_bytes(forward, subject.device, memory) for name, forward in regions.items() if memory != "off"
     }
@@ -292,9 +312,36 @@ def _examine_backwards(
     return kinds, keys, layout
 
 
+def _find_choices(
+    kinds: dict[str, Kind],
+    time_keys: dict[str, str],
+    timed: dict[str, Kind],
+    regions: dict[str, StageForward],
+    subject: Subject,
+    memory: str,
+) -> dict[str, Choices]:
+    """What to keep inside each kind; kinds that share their times share their options."""
+    how = Measuring(subject.device, memory, subject.synchronize, loss_bytes(regions))
+    found: dict[str, Choices] = {}
+    for time_of, example in timed.items():
+        first = find_choices(example, how)
+        for key, kind in kinds.items():
+            if time_keys[key] == time_of:
+                found[key] = first if kind is example else same_choices(kind, first, how)
+    return found
+
+
+def _with_choices(block: BlockProfile, choices: Choices | None) -> BlockProfile:
+    if choices is None:
+        return block
+    refused = () if choices.refused is None else (f"not replayed: {choices.refused}",)
+    return replace(block, selective=choices.options(), warnings=(*block.warnings, *refused))
+
+
 def _measure_times(
     kinds: dict[str, Kind],
     regions: dict[str, StageForward],
+    choices: dict[str, Choices],
     subject: Subject,
     trials: Trials,
     check_stop: Callable[[], None],
@@ -307,6 +354,8 @@ def _measure_times(
             forward = regions[name] if name in regions else block_forward(kinds[name], subject.device, None)
             forward_ms, backward_ms = time_stage(forward, subject.synchronize)
             again_ms = time_again(kinds[name], subject.device, subject.synchronize) if name in kinds else None
+            if name in choices and trial >= 0:
+                time_choices(choices[name], forward_ms, subject.device, subject.synchronize)
             if trial >= 0:
                 clock.forward_ms.append(forward_ms)
                 clock.backward_ms.append(backward_ms)

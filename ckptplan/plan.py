@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptplan.errors import PlanIncompatibleError
+from ckptplan.graph import Output
 from ckptplan.profiles import (
     BlockProfile,
     ChainProfile,
@@ -28,6 +29,7 @@ from ckptplan.profiles import (
     require_schema,
     write_text_whole,
 )
+from ckptplan.selective import find_option, names_outputs
 
 PLAN_SCHEMA = "ckptplan.plan/1"
 
@@ -49,7 +51,21 @@ class Recompute:
     children: tuple[PlanNode, ...]
 
 
-PlanNode = Keep | Recompute
+@dataclass(frozen=True)
+class Selective:
+    """Keep the named outputs inside block ``block``; the others are made again. Text: ``S3[qkv,attention,fc]``.
+
+    At the top level only. ``saved_ops`` are names as in ``selective.py``; none: ``S3[]`` keeps nothing inside.
+    """
+
+    block: int
+    saved_ops: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "saved_ops", tuple(self.saved_ops))
+
+
+PlanNode = Keep | Recompute | Selective
 
 
 @dataclass(frozen=True)
@@ -65,6 +81,8 @@ class CheckpointDecision:
     recompute_flops: int | None = None
     preserve_rng_state: bool = True
     mutated_buffers: tuple[str, ...] | None = None  # None: unknown, so every buffer is guarded
+    saved_ops: tuple[str, ...] | None = None  # of a Selective node, in full; None: the node is another one
+    sequence_hash: str | None = None  # of the operators that the block ran when it was profiled
     reason: str = ""
 
 
@@ -129,6 +147,7 @@ class CheckpointPlan:
     def _decision_faults(self) -> list[str]:
         faults = []
         recomputed = recomputed_blocks(self.nodes)
+        selective = {node.block: node for node in self.nodes if isinstance(node, Selective)}
         ids = [decision.block_id for decision in self.decisions]
         faults += [f"block id {name!r} stands twice" for name in sorted({i for i in ids if ids.count(i) > 1})]
         for block, decision in enumerate(self.decisions):
@@ -136,6 +155,10 @@ class CheckpointPlan:
             if decision.checkpointed != (block in recomputed):
                 planned = "recomputes" if block in recomputed else "keeps"
                 faults.append(f"{where}: checkpointed={decision.checkpointed} but the tree {planned} it ({self.text})")
+            if (decision.saved_ops is not None) != (block in selective):
+                planned = "keeps part of" if block in selective else "does not keep part of"
+                faults.append(f"{where}: saved_ops={decision.saved_ops} but the tree {planned} it ({self.text})")
+            faults += [f"{where}: {fault}" for fault in _saved_faults(selective.get(block), decision.saved_ops)]
             if decision.checkpointed and not decision.eligible_for_checkpoint:
                 faults.append(f"{where}: is recomputed but not eligible: {decision.exclusion_reason}")
             if decision.eligible_for_checkpoint and decision.exclusion_reason is not None:
@@ -161,12 +184,15 @@ class CheckpointPlan:
         if faults:
             raise PlanIncompatibleError(faults)
         recomputed = recomputed_blocks(nodes)
+        names = {node.block: node.saved_ops for node in nodes if isinstance(node, Selective)}
         if all(isinstance(item, str) for item in given):
-            decisions = tuple(CheckpointDecision(str(name), i in recomputed) for i, name in enumerate(given))
+            decisions = tuple(
+                CheckpointDecision(str(name), i in recomputed, saved_ops=names.get(i)) for i, name in enumerate(given)
+            )
             return cls(nodes, decisions)
         source = profiles_or_block_ids if isinstance(profiles_or_block_ids, ChainProfile) else given
         chain = as_chain(source)  # type: ignore[arg-type]
-        decisions = tuple(decision_for(block, i in recomputed) for i, block in enumerate(chain))
+        decisions = tuple(decision_for(block, i in recomputed, saved_ops=names.get(i)) for i, block in enumerate(chain))
         return cls(nodes, decisions, fingerprint=chain.fingerprint, environment=dict(chain.environment))
 
     @property
@@ -176,8 +202,13 @@ class CheckpointPlan:
 
     @property
     def kept(self) -> int:
-        """Number of blocks whose activations are kept."""
-        return len(self.decisions) - self.recomputed
+        """Number of blocks whose activations are kept, all of them."""
+        return len(self.decisions) - self.recomputed - self.selective
+
+    @property
+    def selective(self) -> int:
+        """Number of blocks of which part is kept."""
+        return sum(isinstance(node, Selective) for node in self.nodes)
 
     @property
     def recomputed(self) -> int:
@@ -284,19 +315,30 @@ _SECTIONS = {
 
 
 def decision_for(
-    block: BlockProfile, checkpointed: bool, reason: str = "", retained: int | None = None
+    block: BlockProfile,
+    checkpointed: bool,
+    reason: str = "",
+    retained: int | None = None,
+    saved_ops: Sequence[str] | None = None,
 ) -> CheckpointDecision:
-    """The decision on one profiled block. RNG state is kept unless the block is known not to draw."""
+    """The decision on one profiled block. RNG state is kept unless the block is known not to draw.
+
+    ``saved_ops`` (of a Selective node, in full or in short) must name one of the block's options, else
+    ``PlanIncompatibleError``.
+    """
+    option = None if saved_ops is None else find_option(block, saved_ops)
     return CheckpointDecision(
         block_id=block.block_id,
         checkpointed=checkpointed,
         eligible_for_checkpoint=block.eligible_for_checkpoint,
         exclusion_reason=None if block.eligible_for_checkpoint else block.exclusion_reason or "not eligible",
         retained_bytes=retained,
-        recompute_time_ms=block.recompute_time_ms,
-        recompute_flops=block.recompute_flops,
+        recompute_time_ms=block.recompute_time_ms if option is None else option.time_ms,
+        recompute_flops=block.recompute_flops if option is None else option.flops,
         preserve_rng_state=block.is_stochastic is not False,
         mutated_buffers=None if block.is_stateful is None and not block.mutated_buffers else block.mutated_buffers,
+        saved_ops=None if option is None else option.saved_ops,
+        sequence_hash=None if option is None else option.sequence_hash,
         reason=reason,
     )
 
@@ -308,10 +350,10 @@ def blocks_of(nodes: Sequence[PlanNode]) -> tuple[int, ...]:
     """Block numbers under the nodes, left to right."""
     found: list[int] = []
     for node in nodes:
-        if isinstance(node, Keep):
-            found.append(node.block)
-        else:
+        if isinstance(node, Recompute):
             found.extend(blocks_of(node.children))
+        else:
+            found.append(node.block)
     return tuple(found)
 
 
@@ -347,9 +389,11 @@ def tree_faults(nodes: Sequence[PlanNode], num_blocks: int) -> list[str]:
 
 def _collect_node_faults(nodes: Sequence[PlanNode], faults: list[str]) -> None:
     for node in nodes:
-        if isinstance(node, Keep):
+        if isinstance(node, (Keep, Selective)):
             if type(node.block) is not int or node.block < 0:
-                faults.append(f"Keep({node.block!r}): expected a block number from 0 on")
+                faults.append(f"{type(node).__name__}({node.block!r}): expected a block number from 0 on")
+            elif isinstance(node, Selective):
+                faults += _selective_faults(node)
         elif isinstance(node, Recompute):
             if not node.children:
                 faults.append("R() recomputes nothing; it needs at least one block")
@@ -357,9 +401,35 @@ def _collect_node_faults(nodes: Sequence[PlanNode], faults: list[str]) -> None:
                 faults.append(
                     f"{_node_text(node)} wraps a recomputation in another; write {_node_text(node.children[0])}"
                 )
+            inside = [child for child in node.children if isinstance(child, Selective)]
+            faults += [f"{_node_text(child)} stands inside a recomputation; it may at the top only" for child in inside]
             _collect_node_faults(node.children, faults)
         else:
-            faults.append(f"{node!r} is no node that this version knows; expected Keep or Recompute")
+            faults.append(f"{node!r} is no node that this version knows; expected Keep, Recompute or Selective")
+
+
+def _selective_faults(node: Selective) -> list[str]:
+    wrong = [n for n in node.saved_ops if not isinstance(n, str) or not n or set(n) & set(",[] \t\n")]
+    faults = [f"S{node.block}: {name!r} is no name of an output" for name in wrong]
+    if len(set(node.saved_ops)) < len(node.saved_ops):
+        faults.append(f"S{node.block}[{','.join(node.saved_ops)}]: a name stands twice")
+    return faults
+
+
+def _saved_faults(node: Selective | None, saved_ops: Sequence[str] | None) -> list[str]:
+    """Each name of the node must stand for outputs that the decision saves, and for all of them together."""
+    if node is None or saved_ops is None:
+        return []
+    unclear = [name for name in saved_ops if not Output.is_name(name)]
+    if unclear:
+        return [
+            f"{name!r} is no full name of an output (<submodule path>.<operator>#<n-th call>:<output>); make the plan "
+            "with a profile that knows the short ones"
+            for name in unclear
+        ]
+    if names_outputs(node.saved_ops, saved_ops):
+        return []
+    return [f"the tree keeps [{', '.join(node.saved_ops)}] but saved_ops is [{', '.join(saved_ops)}]"]
 
 
 # Text ----------------------------------------------------------------------------------------------------------------
@@ -373,21 +443,25 @@ def nodes_text(nodes: Sequence[PlanNode]) -> str:
 def _node_text(node: PlanNode) -> str:
     if isinstance(node, Keep):
         return f"K{node.block}"
+    if isinstance(node, Selective):
+        return f"S{node.block}[{','.join(node.saved_ops)}]"
     inner = (str(child.block) if isinstance(child, Keep) else _node_text(child) for child in node.children)
     return f"R({' '.join(inner)})"
 
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<keep>K)?(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?(?=[\s()]|$)|(?P<open>R\()|(?P<close>\)))"
+    r"|\s*S(?P<selective>[0-9]+)\[(?P<names>[^\s\[\]]*)\](?=[\s()]|$)"
 )
-_LATER_NODES = {"S": "Selective", "C": "Compiled", "O": "Offload"}
+_LATER_NODES = {"C": "Compiled", "O": "Offload"}
 _MAX_RANGE = 1_000_000
 
 
 def parse_plan_text(text: str) -> tuple[PlanNode, ...]:
     """Nodes from text. ``K0`` keeps block 0, ``K0-3`` keeps four; ``R(1)`` recomputes one, ``R(4-7)`` a segment.
 
-    Inside ``R(...)`` a bare number is a block of the segment and another ``R(...)`` a nested recomputation.
+    ``S2[qkv,fc]`` keeps two outputs inside block 2. Inside ``R(...)`` a bare number is a block of the segment and
+    another ``R(...)`` a nested recomputation.
     Raises ``ValueError`` that shows the place, what was found there and what is allowed.
     """
     if not isinstance(text, str):
@@ -403,6 +477,9 @@ def parse_plan_text(text: str) -> tuple[PlanNode, ...]:
             if match["keep"] is None and not opened_at:
                 raise _text_error(text, position, depth=0)
             levels[-1].extend(_keep_range(text, match))
+        elif match["selective"] is not None:
+            names = tuple(match["names"].split(",")) if match["names"] else ()
+            levels[-1].append(Selective(int(match["selective"]), names))
         elif match["open"]:
             opened_at.append(match.start("open"))
             levels.append([])
@@ -435,7 +512,11 @@ def _text_error(text: str, position: int, *, depth: int) -> ValueError:
         found = f"a {_LATER_NODES[word[0]]} node ({word!r}), which this version does not know"
     else:
         found = repr(word)
-    allowed = "a block number, a range like 4-7, 'R(' or ')'" if depth else "K<block>, K<first>-<last> or R(...)"
+    allowed = (
+        "a block number, a range like 4-7, 'R(' or ')'"
+        if depth
+        else "K<block>, K<first>-<last>, R(...) or S<block>[...]"
+    )
     return ValueError(
         f"plan text: found {found} at position {position}; expected {allowed}\n{_pointer(text, position)}"
     )

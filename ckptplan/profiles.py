@@ -45,6 +45,8 @@ class StageCost:
             for a recomputed stage, the recomputation; not the input (``Q``).
         keeps_input: per input storage, whether this stage holds it until its backward.
         keeps_output: per output storage, whether this stage itself holds it until its backward.
+        backward_peak_sharing_input_bytes: the backward peak where an earlier stage holds an input too, so that this
+            stage's letting go of it in the midst of its backward frees nothing; None: the same.
     """
 
     saved_bytes: int
@@ -52,9 +54,33 @@ class StageCost:
     backward_peak_bytes: int
     keeps_input: tuple[bool, ...] = (True,)
     keeps_output: tuple[bool, ...] = (False,)
+    backward_peak_sharing_input_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _normalise(self, "a stage cost")
+
+
+@dataclass(frozen=True)
+class SelectiveOption:
+    """One way to keep part of a block: the outputs of some operators stay, the others are made again in backward.
+
+    Attributes:
+        saved_ops: what stays, in full: ``<submodule path>.<operator>#<n-th call>:<output>``; empty: nothing.
+        cost: its bytes.
+        time_ms: what it adds to a step, the recording in the forward included.
+        flops: what it adds to a step.
+        sequence_hash: of the operators that the block ran when the option was made.
+    """
+
+    saved_ops: tuple[str, ...]
+    cost: StageCost
+    time_ms: float | None = None
+    flops: int | None = None
+    sequence_hash: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "saved_ops", tuple(self.saved_ops))
+        _normalise(self, "a selective option")
 
 
 @dataclass(frozen=True)
@@ -74,6 +100,7 @@ class BlockProfile:
             and the block's own inputs excluded.
         recompute_time_ms: what recomputing adds to a backward pass, PyTorch's early stop included.
         mutated_buffers: buffers that the forward changes; a recomputation runs on copies of them.
+        selective: ways to keep part of the block, fewest bytes first; empty unless they were asked for.
 
     Built by hand, a single number or flag stands for a tuple of one (``output_bytes=5`` is ``(5,)``) and
     integers of numpy are taken. Raises ``ValueError`` or ``TypeError`` naming the block and the field.
@@ -118,6 +145,7 @@ class BlockProfile:
     num_warmup: int | None = None
     num_trials: int | None = None
     warnings: tuple[str, ...] = ()
+    selective: tuple[SelectiveOption, ...] = ()
 
     def __post_init__(self) -> None:
         _normalise(self, f"block {self.block_id!r}")
@@ -281,7 +309,8 @@ def _require_matching_flags(profile: ChainProfile) -> None:
     if profile.pre is not None:
         stages.append((f"region {profile.pre.name!r}", (profile.pre.cost,), profile.pre.output_is_input))
     for block in profile:
-        stages.append((f"block {block.block_id!r}", (block.keep, block.recompute), block.output_is_input))
+        costs = (block.keep, block.recompute, *(option.cost for option in block.selective))
+        stages.append((f"block {block.block_id!r}", costs, block.output_is_input))
     if profile.post is not None:
         stages.append((f"region {profile.post.name!r}", (profile.post.cost,), profile.post.output_is_input))
     num_inputs = len(profile.input_bytes)

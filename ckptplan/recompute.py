@@ -62,7 +62,7 @@ def run_recomputed(call: Callable[..., Any], guards: Guards, /, *args: Any, **kw
     def forward_or_again(*inputs: torch.Tensor) -> Any:
         nonlocal starts
         own_args, own_kwargs = put_back(inputs)
-        with _no_cast_cache(kinds):
+        with no_cast_cache(kinds):
             if starts is None:  # the forward
                 starts = [getattr(owner, name).detach().clone() for owner, name in guards.buffers]
                 return call(*own_args, **own_kwargs)
@@ -73,7 +73,7 @@ def run_recomputed(call: Callable[..., Any], guards: Guards, /, *args: Any, **kw
 
 
 @contextmanager
-def _no_cast_cache(device_kinds: Iterable[str]) -> Iterator[None]:
+def no_cast_cache(device_kinds: Iterable[str]) -> Iterator[None]:
     """Autocast as it is, without its cache, which would hold a copy of every weight until the user's context ends."""
     with ExitStack() as stack:
         for kind in device_kinds:

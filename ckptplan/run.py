@@ -260,7 +260,7 @@ class _Run:
             solve_s=planned.solve_s,
             kept=plan.kept,
             recomputed=plan.recomputed,
-            selective=0,
+            selective=plan.selective,
             optimality_gap=plan.optimality_gap,
         )
         cost = simulate_plan(profile, plan)

@@ -12,7 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ckptplan.errors import PlanIncompatibleError
-from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, blocks_of, recomputed_blocks, tree_faults
+from ckptplan.plan import (
+    CheckpointPlan,
+    Keep,
+    PlanNode,
+    Recompute,
+    Selective,
+    blocks_of,
+    recomputed_blocks,
+    tree_faults,
+)
 from ckptplan.profiles import (
     BlockProfile,
     ChainProfile,
@@ -23,6 +32,7 @@ from ckptplan.profiles import (
     recompute_costs,
     require_memory,
 )
+from ckptplan.selective import find_option
 
 BEFORE, AFTER = "before the blocks", "head and loss"
 
@@ -134,6 +144,11 @@ def plan_recompute_cost(profile: ChainProfile, nodes: Sequence[PlanNode], cost: 
     for node in nodes:
         if isinstance(node, Recompute):
             total += _replay_cost(profile, node, last_cost, cost)
+        elif isinstance(node, Selective):
+            option = find_option(profile[node.block], node.saved_ops)
+            known = option.flops if cost == "flops" else option.time_ms
+            is_untimed = cost == "time" and recompute_time_ms(profile, ()) is None
+            total += _known(profile, node.block, 1.0 if known is None and is_untimed else known, cost)
     return total
 
 
@@ -183,6 +198,10 @@ def _stage_of_node(chain: ChainProfile, node: PlanNode) -> _Stage:
         block = chain[node.block]
         assert block.keep is not None  # require_memory
         return _Stage(block.block_id, block.keep, block.output_bytes, block.output_is_input)
+    if isinstance(node, Selective):
+        block = chain[node.block]
+        chosen = find_option(block, node.saved_ops).cost
+        return _Stage(block.block_id, chosen, block.output_bytes, block.output_is_input)
     members = blocks_of((node,))
     first, last = chain[members[0]], chain[members[-1]]
     if len(members) == 1:
@@ -334,10 +353,16 @@ def _walk(
         ledger.level -= stage.cost.saved_bytes
         for storage in created[index]:
             ledger.release(storage, index)
-        timeline.append((stage.name, "backward", ledger.level + stage.cost.backward_peak_bytes))
+        shares_input = any(ledger.holders[storage] - {index} for storage in held[index])
+        timeline.append((stage.name, "backward", ledger.level + _backward_peak(stage.cost, shares_input)))
         for storage in held[index]:
             ledger.release(storage, index)
     return tuple(timeline), retained, ledger.level
+
+
+def _backward_peak(cost: StageCost, shares_input: bool) -> int:
+    shared = cost.backward_peak_sharing_input_bytes
+    return cost.backward_peak_bytes if shared is None or not shares_input else shared
 
 
 def _flagged(storages: Sequence[int], flags: Sequence[bool]) -> list[int]:
@@ -353,11 +378,21 @@ def _additive_cost(
     retained = [0] * len(chain)
     level, timeline = 0, []
     for node in nodes:
-        if isinstance(node, Keep):
-            retained[node.block] = chain[node.block].activation_bytes_estimate or 0
+        if isinstance(node, (Keep, Selective)):
+            retained[node.block] = _additive_bytes(chain[node.block], node)
             level += retained[node.block]
             timeline.append((chain[node.block].block_id, "forward", level))
         else:
             timeline.extend((chain[i].block_id, "forward", level) for i in blocks_of((node,)))
     stage = max(timeline, key=lambda entry: entry[2])[0]
     return PlanCost(level, f"{stage} forward", tuple(timeline), time_ms, flops, tuple(retained))
+
+
+def _additive_bytes(block: BlockProfile, node: Keep | Selective) -> int:
+    """What stays alive because of the block, its own output included where the block itself holds it."""
+    if isinstance(node, Keep):
+        return block.activation_bytes_estimate or 0
+    cost = find_option(block, node.saved_ops).cost
+    flags = cost.keeps_output * (len(block.output_bytes) if len(cost.keeps_output) == 1 else 1)
+    outputs = zip(block.output_bytes, block.output_is_input, flags, strict=True)
+    return cost.saved_bytes + sum(size for size, passed, kept in outputs if kept and passed is None)

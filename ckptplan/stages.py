@@ -195,6 +195,21 @@ def stage_bytes(forward: StageForward, meter: MemoryMeter) -> StageCost:
     )
 
 
+def backward_peak_with_inputs_held(forward: StageForward, meter: MemoryMeter) -> int:
+    """The backward peak of ``StageCost`` where somebody else holds all inputs to the end."""
+    with meter:
+        run = forward(meter.mark)
+        held = [t.detach() for t in run.inputs]
+        in_bytes = sum(_watch(held)[0])
+        root = _root(run)
+        run.inputs.clear()
+        run.output = None
+        meter.mark("saved")
+        _backward(root)
+        meter.mark("done")
+    return max(0, meter.peak("saved", "done") - meter.level("start") - in_bytes)
+
+
 def _watch(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[weakref.ref[torch.UntypedStorage]]]:
     storages = [t.untyped_storage() for t in distinct_storages(tensors)]
     return [s.nbytes() for s in storages], [weakref.ref(s) for s in storages]

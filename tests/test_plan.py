@@ -108,7 +108,7 @@ class TestText:
         ("text", "position", "parts"),
         [
             ("K0 X1", 3, ["'X1'", "K<block>"]),
-            ("K0 S1[qkv]", 3, ["Selective node", "does not know", "K<block>"]),
+            ("K0 C1[0.5]", 3, ["Compiled node", "does not know", "K<block>"]),
             ("C0[0.5]", 0, ["Compiled node"]),
             ("K0 O1", 3, ["Offload node"]),
             ("K0 1", 3, ["'1'", "K<block>"]),
@@ -171,7 +171,7 @@ class TestTree:
             CheckpointPlan((Recompute(()),), (CheckpointDecision("a", True),))
         with pytest.raises(PlanIncompatibleError, match=r"Keep\(True\)"):
             CheckpointPlan((Keep(True),), (CheckpointDecision("a", False),))
-        with pytest.raises(PlanIncompatibleError, match="expected Keep or Recompute"):
+        with pytest.raises(PlanIncompatibleError, match="expected Keep, Recompute or Selective"):
             CheckpointPlan(("K0",), (CheckpointDecision("a", False),))  # type: ignore[arg-type]
 
     def test_counts_are_of_blocks_not_of_nodes(self) -> None:
@@ -261,7 +261,7 @@ class TestJson:
             (lambda d: d["target"].pop("planner"), "missing planner"),
             (lambda d: d.update(digest="0" * 64), "digest is '000"),
             (lambda d: d["tree"].update(text="K0 R(1)  R(2 R(3 4))"), "canonical form"),
-            (lambda d: d["tree"].update(text="K0 S1[qkv] R(2 R(3 4))"), "Selective"),
+            (lambda d: d["tree"].update(text="K0 C1[0.5] R(2 R(3 4))"), "Compiled"),
             (lambda d: d.update(decisions={}), "decisions is {}; expected a list"),
         ],
     )

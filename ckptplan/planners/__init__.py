@@ -15,6 +15,7 @@ from ckptplan.plan import (
     CheckpointDecision,
     CheckpointPlan,
     PlanNode,
+    Selective,
     decision_for,
     parse_plan_text,
     recomputed_blocks,
@@ -260,8 +261,10 @@ def _within_slowdown(run: _Run, ratio: float, unplanned_bytes: int) -> tuple[Pla
 def _decisions(run: _Run, nodes: Sequence[PlanNode], simulated: PlanCost) -> tuple[CheckpointDecision, ...]:
     chosen = recomputed_blocks(nodes)
     reasons = block_reasons(run.chain, nodes, simulated.peak_bytes, run.memory_model, run.cost)
+    saved = {node.block: node.saved_ops for node in nodes if isinstance(node, Selective)}
     return tuple(
-        decision_for(block, i in chosen, reasons[i], simulated.retained_bytes[i]) for i, block in enumerate(run.chain)
+        decision_for(block, i in chosen, reasons[i], simulated.retained_bytes[i], saved.get(i))
+        for i, block in enumerate(run.chain)
     )
 
 

@@ -222,7 +222,7 @@ def _scipy() -> ModuleType:
         import scipy.sparse
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "planner 'ilp' needs scipy, which is not installed; type pip install -e '.[ilp]', or take planner 'dp', "
-            "which proves the same without it"
+            "planner 'ilp' needs scipy, which is not installed; type pip install -e '.[solvers]', or take planner "
+            "'dp', which proves the same without it"
         ) from error
     return scipy

@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckptplan.plan import CheckpointDecision, CheckpointPlan, Keep, PlanNode
-from ckptplan.profiles import BlockProfile, ChainProfile
+from ckptplan.plan import CheckpointDecision, CheckpointPlan, Keep, PlanNode, Selective
+from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
+from ckptplan.selective import find_option
 from ckptplan.units import format_bytes, format_ms, format_percent
 
 
@@ -49,9 +50,12 @@ def plan_rows(profile: ChainProfile, plan: CheckpointPlan) -> tuple[PlanRow, ...
 
 
 def _plan_row(block: BlockProfile, decision: CheckpointDecision, words: str) -> PlanRow:
-    if not decision.checkpointed:
-        added_time_ms: float | None = 0.0
-        cost = block.keep
+    added_time_ms: float | None
+    cost: StageCost | None
+    if decision.saved_ops is not None:
+        added_time_ms, cost = decision.recompute_time_ms, find_option(block, decision.saved_ops).cost
+    elif not decision.checkpointed:
+        added_time_ms, cost = 0.0, block.keep
     else:
         added_time_ms = block.recompute_time_ms if decision.recompute_time_ms is None else decision.recompute_time_ms
         cost = block.recompute
@@ -67,6 +71,9 @@ def _decision_words(nodes: Iterable[PlanNode], segments: tuple[str, ...] = ()) -
     for node in nodes:
         if isinstance(node, Keep):
             yield node.block, f"recompute in {', '.join(segments)}" if segments else "keep"
+            continue
+        if isinstance(node, Selective):
+            yield node.block, f"keep {', '.join(node.saved_ops) or 'nothing inside'}"
             continue
         blocks = [block for block, _ in _decision_words(node.children)]
         if len(blocks) == 1 and not segments:

@@ -1,0 +1,219 @@
+"""What to keep inside a kind of block: the gate, the proposals of the search, and what each of them really costs."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ckptplan.graph import Output
+from ckptplan.kinds import Kind, block_forward, settled_bytes, with_loss
+from ckptplan.memory import make_meter
+from ckptplan.operators import RunBlock, trace_operators, why_not_replayed
+from ckptplan.options import KeepSet, propose_keep_sets
+from ckptplan.profiles import SelectiveOption, StageCost
+from ckptplan.randomness import random_state_restored
+from ckptplan.replay import Recorder, run_recorded, run_replayed
+from ckptplan.stages import backward_peak_with_inputs_held, stage_flops, time_stage
+from ckptplan.trace import autocast_as
+
+Synchronize = Callable[[], None]  # waits for the device
+
+_MOST_OPTIONS = 8  # per kind of block; a planner's work grows with them
+
+
+@dataclass
+class Choice:
+    """One measured way to keep part of a kind of block."""
+
+    kind: Kind
+    saved_ops: tuple[str, ...]
+    cost: StageCost
+    flops: int
+    rebuilding_ms: list[float] = field(default_factory=list)  # in the backward, one per trial
+
+    @property
+    def outputs(self) -> list[Output]:
+        return [Output.of(name) for name in self.saved_ops]
+
+    @property
+    def retained_bytes(self) -> int:
+        """The block's own output included, where the block itself holds it."""
+        kind, flags = self.kind, self.cost.keeps_output
+        outputs = zip(kind.output_bytes, kind.output_is_input, flags, strict=True)
+        return self.cost.saved_bytes + sum(size for size, is_input, kept in outputs if kept and is_input is None)
+
+
+@dataclass
+class Choices:
+    """All ways of one kind; ``refused`` says why there are none."""
+
+    sequence_hash: str = ""
+    found: list[Choice] = field(default_factory=list)
+    refused: str | None = None
+    recording_ms: list[float] = field(default_factory=list)  # in the forward: the same for all ways, shared
+
+    def options(self) -> tuple[SelectiveOption, ...]:
+        recording_ms = max(0.0, statistics.median(self.recording_ms)) if self.recording_ms else 0.0
+        return tuple(
+            SelectiveOption(
+                saved_ops=choice.saved_ops,
+                cost=choice.cost,
+                time_ms=recording_ms + statistics.median(choice.rebuilding_ms) if choice.rebuilding_ms else None,
+                flops=choice.flops,
+                sequence_hash=self.sequence_hash,
+            )
+            for choice in self.found
+        )
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """How stages are measured; ``held_bytes`` (the loss and its gradient) stand in every backward."""
+
+    device: torch.device
+    memory: str
+    synchronize: Synchronize
+    held_bytes: int = 0
+
+
+def find_choices(kind: Kind, how: Measuring) -> Choices:
+    """The options of a kind whose kept run was measured: those that no other one beats in bytes and in FLOPs."""
+    if not kind.differentiable:
+        return Choices(refused="no gradient flows through its output, so it saves nothing")
+    run_block = _run_block(kind, how.device)
+    with random_state_restored(how.device):
+        refused = why_not_replayed(kind.module, run_block)
+        if refused is not None:
+            return Choices(refused=refused)
+        operators = trace_operators(kind.module, run_block, how.synchronize)
+    proposed = propose_keep_sets(operators)
+    names = [tuple(operators.name_of(v) for v in keep_set.kept) for keep_set in proposed]
+    measured = [(_measured(kind, n, how), s) for n, s in zip(names, proposed, strict=True)]
+    measured = [pair for pair in measured if _saves_bytes(pair[0], kind)]
+    chosen = _spread([pair for pair in measured if not _is_beaten(pair, measured)])
+    return Choices(operators.sequence_hash, [choice for choice, _ in chosen])
+
+
+def time_choices(choices: Choices, kept_forward_ms: float, device: torch.device, synchronize: Synchronize) -> None:
+    """One trial of each way; ``kept_forward_ms`` is what the forward took just now without a record."""
+    for choice in choices.found:
+        watch = _Stopwatch(choice.outputs, synchronize)
+        forward = block_forward(choice.kind, device, None, _under(watch, choice.kind))
+        forward_ms, _ = time_stage(forward, synchronize)
+        choice.rebuilding_ms.append(watch.total_ms)
+        choices.recording_ms.append(forward_ms - kept_forward_ms)
+
+
+class _Stopwatch(Recorder):
+    """Times what backward spends on rebuilding."""
+
+    def __init__(self, keep: Sequence[Output], synchronize: Synchronize) -> None:
+        super().__init__(keep)
+        self.synchronize = synchronize
+        self.total_ms = 0.0
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        self.synchronize()
+        start_s = time.perf_counter()
+        tensor = super().unpack(saved)
+        self.synchronize()
+        self.total_ms += (time.perf_counter() - start_s) * 1e3
+        return tensor
+
+
+def _under(recorder: Recorder, kind: Kind) -> Callable[..., Any]:
+    return lambda *args, **kwargs: run_recorded(recorder, kind.module, args, kwargs)
+
+
+def _run_block(kind: Kind, device: torch.device) -> RunBlock:
+    start = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+    def run(call: Callable[..., Any]) -> Any:
+        if device.type == "cpu":
+            torch.set_rng_state(start)
+        else:
+            torch.cuda.set_rng_state(start, device)
+        _, args, kwargs = kind.call.fresh()
+        with autocast_as(device, kind.call.autocast):
+            return call(*args, **kwargs)
+
+    return run
+
+
+def same_choices(kind: Kind, other: Choices, how: Measuring) -> Choices:
+    """The ways of another kind that computes the same (the first block of a chain, whose input wants no gradient).
+
+    Their bytes and FLOPs are this kind's own; their times are shared.
+    """
+    if not kind.differentiable:
+        return Choices(refused="no gradient flows through its output, so it saves nothing")
+    found = [_measured(kind, choice.saved_ops, how) for choice in other.found]
+    for choice, timed in zip(found, other.found, strict=True):
+        choice.rebuilding_ms = timed.rebuilding_ms
+    return Choices(other.sequence_hash, found, other.refused, other.recording_ms)
+
+
+def _measured(kind: Kind, saved_ops: tuple[str, ...], how: Measuring) -> Choice:
+    kept = [Output.of(name) for name in saved_ops]
+    forward = block_forward(kind, how.device, None, functools.partial(run_replayed, kind.module, kept))
+    cost = settled_bytes(forward, how.device, how.memory)
+    shared_bytes = backward_peak_with_inputs_held(forward, make_meter(how.device, how.memory))
+    if any(cost.keeps_input) and shared_bytes != cost.backward_peak_bytes:
+        cost = replace(cost, backward_peak_sharing_input_bytes=shared_bytes)
+    assert kind.backward_flops is not None, "a kind's own FLOPs are measured before its options"
+    return Choice(kind, saved_ops, with_loss(cost, how.held_bytes), stage_flops(forward)[1] - kind.backward_flops)
+
+
+def _saves_bytes(choice: Choice, kind: Kind) -> bool:
+    """Whether it holds or peaks at less than keeping everything."""
+    kept = kind.keep
+    assert kept is not None, "a kind's kept run is measured before its options"
+    everything = Choice(kind, (), kept, 0)
+    return (
+        choice.retained_bytes < everything.retained_bytes
+        or choice.cost.backward_peak_bytes < kept.backward_peak_bytes
+        or sum(choice.cost.keeps_input) < sum(kept.keeps_input)
+    )
+
+
+def _figures(pair: tuple[Choice, KeepSet]) -> tuple[float, ...]:
+    choice, keep_set = pair
+    held = (choice.retained_bytes, choice.cost.backward_peak_bytes, choice.cost.forward_peak_bytes)
+    flags = (sum(choice.cost.keeps_input), sum(choice.cost.keeps_output))
+    return (*held, *flags, choice.flops, keep_set.time_ms)
+
+
+def _is_beaten(pair: tuple[Choice, KeepSet], others: Sequence[tuple[Choice, KeepSet]]) -> bool:
+    mine = _figures(pair)
+    return any(
+        theirs != mine and all(a <= b for a, b in zip(theirs, mine, strict=True))
+        for theirs in (_figures(other) for other in others)
+    )
+
+
+def _spread(pairs: list[tuple[Choice, KeepSet]]) -> list[tuple[Choice, KeepSet]]:
+    """At most ``_MOST_OPTIONS``: the ends, the fewest bytes without FLOPs, and the widest apart of the others."""
+    pairs = sorted(pairs, key=lambda pair: (pair[0].retained_bytes, pair[1].time_ms))
+    if len(pairs) <= _MOST_OPTIONS:
+        return pairs
+    free = next((i for i, (choice, _) in enumerate(pairs) if choice.flops == 0), len(pairs) - 1)
+    chosen = {0, free, len(pairs) - 1}
+    while len(chosen) < _MOST_OPTIONS:
+        chosen.add(max(set(range(len(pairs))) - chosen, key=lambda i: min(_distance(pairs, i, j) for j in chosen)))
+    return [pairs[i] for i in sorted(chosen)]
+
+
+def _distance(pairs: Sequence[tuple[Choice, KeepSet]], left: int, right: int) -> float:
+    """How differently two ways weigh bytes, FLOPs and time, each as a share of the most that any of them has."""
+    columns = [
+        [float(choice.retained_bytes) for choice, _ in pairs],
+        [float(choice.flops) for choice, _ in pairs],
+        [keep_set.time_ms for _, keep_set in pairs],
+    ]
+    return sum(abs(column[left] - column[right]) / (max(column) or 1.0) for column in columns)

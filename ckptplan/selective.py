@@ -1,0 +1,91 @@
+"""The options of a block and their names: ``S3[qkv,attention,fc]``. Torch-free.
+
+In full an output is called ``<submodule path>.<operator>#<n-th call>:<output>``. In the text of a plan it is called
+by the shortest form that stands for results of one operator call only, among all that the block's options keep:
+a submodule's name, an operator's, both, with the call's number, at last in full. A form without ``:<output>``
+stands for all results of that call that the option keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckptplan.errors import PlanIncompatibleError
+from ckptplan.graph import Output
+from ckptplan.profiles import BlockProfile, SelectiveOption
+
+
+def find_option(block: BlockProfile, names: Sequence[str]) -> SelectiveOption:
+    """The block's option that keeps exactly the outputs called ``names``, in full or in short.
+
+    Raises ``PlanIncompatibleError`` saying which name stands for nothing or for two calls, or that no option (or
+    more than one) keeps these.
+    """
+    if not block.selective:
+        raise PlanIncompatibleError(
+            f"block {block.block_id!r} has no selective options in its profile; profile with selective=True"
+            + "".join(f" ({warning})" for warning in block.warnings)
+        )
+    known = _known_outputs(block)
+    faults = [fault for name in names for fault in _name_faults(name, known, block)]
+    if faults:
+        raise PlanIncompatibleError(faults)
+    matching = [option for option in block.selective if names_outputs(names, option.saved_ops)]
+    if len(matching) != 1:
+        listed = ", ".join(f"[{','.join(short_names(block, option))}]" for option in block.selective)
+        how_many = "no option" if not matching else "more than one option"
+        raise PlanIncompatibleError(
+            f"block {block.block_id!r} has {how_many} that keeps exactly [{','.join(names)}]; its options: {listed}"
+        )
+    return matching[0]
+
+
+def short_names(block: BlockProfile, option: SelectiveOption) -> tuple[str, ...]:
+    """What the option keeps, each operator call by its shortest unambiguous form, in the order of the block."""
+    known = _known_outputs(block)
+    names = tuple(dict.fromkeys(_shortest(saved, known) for saved in option.saved_ops))
+    alike = [other for other in block.selective if names_outputs(names, other.saved_ops)]
+    return names if len(alike) == 1 else option.saved_ops
+
+
+def _known_outputs(block: BlockProfile) -> list[str]:
+    return list(dict.fromkeys(saved for option in block.selective for saved in option.saved_ops))
+
+
+def names_outputs(names: Sequence[str], saved_ops: Sequence[str]) -> bool:
+    """Whether each name stands for some of the outputs (called in full), and all of them are named."""
+    forms = [_forms(saved) for saved in saved_ops]
+    return all(any(name in f for f in forms) for name in names) and all(any(n in f for n in names) for f in forms)
+
+
+def _name_faults(name: str, known: Sequence[str], block: BlockProfile) -> list[str]:
+    calls = {_call(saved) for saved in known if name in _forms(saved)}
+    if not calls:
+        return [f"block {block.block_id!r}: {name!r} names nothing that an option keeps; known: {', '.join(known)}"]
+    if len(calls) > 1:
+        return [f"block {block.block_id!r}: {name!r} may be {' or '.join(sorted(calls))}; write one of them"]
+    return []
+
+
+def _call(saved: str) -> str:
+    return saved.rpartition(":")[0]
+
+
+def _shortest(saved: str, known: Sequence[str]) -> str:
+    candidates = sorted((f for f in _forms(saved) if ":" not in f.replace("::", "")), key=lambda f: (len(f), f))
+    for form in candidates:
+        if {_call(other) for other in known if form in _forms(other)} == {_call(saved)}:
+            return form
+    return saved
+
+
+def _forms(saved: str) -> set[str]:
+    """Every way to call an output: the end of its path, its operator, both, with numbers."""
+    output = Output.of(saved)
+    path = saved[: -len(str(output))].rstrip(".")
+    parts = path.split(".") if path else []
+    ends = [".".join(parts[start:]) for start in range(len(parts))]
+    operators = [output.operator, f"{output.operator}#{output.nth}", str(output)]
+    if "scaled_dot_product" in output.operator:  # one operator, many kernels
+        operators += ["attention", f"attention#{output.nth}"]
+    return {*ends, *operators, *(f"{end}.{operator}" for end in ends for operator in operators)}
