@@ -8,8 +8,8 @@ reversibly. Both run the tree of the plan: a kept block is called; a recomputed 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -20,7 +20,7 @@ from ckptplan.blocks import CheckpointableBlock, call_block, declare_blocks
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.graph import Output
 from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, Selective, blocks_of
-from ckptplan.recompute import BufferSlot, Guards, buffer_slots, run_recomputed
+from ckptplan.recompute import Guards, buffer_slots, run_recomputed
 from ckptplan.replay import run_replayed
 from ckptplan.validate import validate_plan
 
@@ -40,6 +40,7 @@ def apply_plan(
     Raises:
         PlanIncompatibleError: the plan is not one for these blocks (every fault at once).
     """
+    _require_types(plan, blocks)
     validate_plan(plan, blocks, example_inputs, example_kwargs)
     return CheckpointedSequential(blocks, plan)
 
@@ -94,15 +95,17 @@ def run_node(node: PlanNode, value: Any, call: CallBlock, how: HowToRun) -> Any:
     return run_recomputed(children, _joined(how.guards[i] for i in blocks_of([node])), value)
 
 
-def _joined(guards: Any) -> Guards:
+def _joined(guards: Iterable[Guards]) -> Guards:
     every = list(guards)
-    slots: list[BufferSlot] = [slot for g in every for slot in g.buffers]
-    return Guards(any(g.preserve_rng_state for g in every), tuple(slots))
+    return Guards(
+        buffers=tuple(slot for g in every for slot in g.buffers),
+        modules=tuple(module for g in every for module in g.modules),
+    )
 
 
 def _how_to_run(plan: CheckpointPlan, modules: Sequence[nn.Module]) -> HowToRun:
     guards = tuple(
-        Guards(decision.preserve_rng_state, buffer_slots(module, decision.mutated_buffers))
+        Guards(buffer_slots(module, decision.mutated_buffers), (module,))
         for decision, module in zip(plan.decisions, modules, strict=True)
     )
     return HowToRun(guards, tuple(tuple(map(Output.of, d.saved_ops or ())) for d in plan.decisions))
@@ -128,26 +131,24 @@ class checkpointed:
     """
 
     def __init__(self, model: nn.Module, plan: CheckpointPlan) -> None:
+        _require_types(plan)
         self.blocks = _named_blocks(model, plan)
         validate_plan(plan, self.blocks)
-        patched = [b.block_id for b in self.blocks if "forward" in vars(b.module)]
-        if patched:
-            raise PlanIncompatibleError(
-                f"the forward of {patched[0]!r} is exchanged already (a plan is active?); call remove() on it first"
-            )
+        self._require_own_forwards()
         self.plan = plan
-        self._originals = [block.module.forward for block in self.blocks]
         self._how = _how_to_run(plan, [block.module for block in self.blocks])
 
     def __enter__(self) -> checkpointed:
+        self._require_own_forwards()
         for node in self.plan.nodes:
-            members = blocks_of([node])
             if isinstance(node, Keep):
                 continue
+            members = blocks_of([node])
             segment = _Segment([self.blocks[member].block_id for member in members])
-            self._exchange(members[0], self._first_forward(node, segment))
+            self.blocks[members[0]].module.forward = _FirstForward(self, node, segment)
             for member in members[1:]:
-                self._exchange(member, segment.later_forward(self.blocks[member].block_id))
+                block = self.blocks[member]
+                block.module.forward = _LaterForward(block.module, segment, block.block_id)
         return self
 
     permanent = __enter__
@@ -158,29 +159,72 @@ class checkpointed:
     def remove(self) -> None:
         """Give every block its own ``forward`` back."""
         for block in self.blocks:
-            vars(block.module).pop("forward", None)
+            if isinstance(vars(block.module).get("forward"), _PlannedForward):
+                del block.module.forward
 
-    def _exchange(self, index: int, forward: Callable[..., Any]) -> None:
-        # code that asks for a block's signature gets the original's
-        self.blocks[index].module.forward = functools.update_wrapper(forward, self._originals[index])
+    def _require_own_forwards(self) -> None:
+        for block in self.blocks:
+            forward = vars(block.module).get("forward")
+            if isinstance(forward, _PlannedForward):
+                raise PlanIncompatibleError(
+                    f"a plan is active on {block.block_id!r} already; call remove() on it first"
+                )
+            if forward is not None or type(block.module).__name__ == "OptimizedModule":
+                raise PlanIncompatibleError(
+                    f"the forward of {block.block_id!r} was exchanged by something else (torch.compile, a wrapper); "
+                    "apply the plan first, and that afterwards"
+                )
 
-    def _first_forward(self, node: PlanNode, segment: _Segment) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            output = run_node(node, _Arguments(args, kwargs), self._call, self._how)
-            segment.start(output)
-            return output
-
-        return forward
+    def run(self, node: PlanNode, arguments: _Arguments) -> Any:
+        """Run a node of the plan on what the model called its first block with."""
+        return run_node(node, arguments, self._call, self._how)
 
     def _call(self, index: int, value: Any) -> Any:
-        original = self._originals[index]
+        module = self.blocks[index].module
+        original = type(module).forward  # what the class says; the instance has ours
         if isinstance(value, _Arguments):
-            return original(*value.args, **value.kwargs)
+            return original(module, *value.args, **value.kwargs)
         if isinstance(value, (tuple, list)):
-            return original(*value)
+            return original(module, *value)
         if isinstance(value, dict):
-            return original(**value)
-        return original(value)
+            return original(module, **value)
+        return original(module, value)
+
+
+class _PlannedForward:
+    """Stands as ``forward`` on a block; an object, not a closure, so that a patched model copies and pickles whole.
+
+    Code that asks for a block's signature gets the original's.
+    """
+
+    module: nn.Module
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self.module).forward.__get__(self.module))
+
+
+class _FirstForward(_PlannedForward):
+    """Runs a whole node of the plan."""
+
+    def __init__(self, patch: checkpointed, node: PlanNode, segment: _Segment) -> None:
+        self.module = patch.blocks[blocks_of([node])[0]].module
+        self.patch, self.node, self.segment = patch, node, segment
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.patch.run(self.node, _Arguments(args, kwargs))
+        self.segment.start(output)
+        return output
+
+
+class _LaterForward(_PlannedForward):
+    """Hands through what the first block of its segment computed."""
+
+    def __init__(self, module: nn.Module, segment: _Segment, name: str) -> None:
+        self.module, self.segment, self.name = module, segment, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.segment.hand_through(self.name, args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -202,23 +246,29 @@ class _Segment:
         self.output: Any = None
 
     def start(self, output: Any) -> None:
-        if len(self.names) > 1:
-            self.output = output
+        if len(self.names) == 1:
+            return
+        if self.output is not None:
+            self.output = None
+            raise PlanIncompatibleError(
+                f"the forward before this one did not call every block from {self.names[0]!r} to {self.names[-1]!r} "
+                "(an early exit, a skipped layer, or an error in between), but their segment computed all of them; use "
+                "a plan that recomputes block by block"
+            )
+        self.output = output
 
-    def later_forward(self, name: str) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            output = self.output
-            if not _is_called_with(output, args, kwargs):
-                raise PlanIncompatibleError(
-                    f"block {name!r} is not called with exactly what the block before it returned, so it cannot run in "
-                    f"the segment from {self.names[0]!r} to {self.names[-1]!r}, which saw no other arguments; use a "
-                    "plan that recomputes block by block"
-                )
-            if name == self.names[-1]:
-                self.output = None
-            return output
-
-        return forward
+    def hand_through(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = self.output
+        if not _is_called_with(output, args, kwargs):
+            self.output = None
+            raise PlanIncompatibleError(
+                f"block {name!r} is not called with exactly what the block before it returned, so it cannot run in "
+                f"the segment from {self.names[0]!r} to {self.names[-1]!r}, which saw no other arguments; use a "
+                "plan that recomputes block by block"
+            )
+        if name == self.names[-1]:
+            self.output = None
+        return output
 
 
 def _is_called_with(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -227,6 +277,17 @@ def _is_called_with(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return not args and kwargs.keys() == output.keys() and all(kwargs[key] is output[key] for key in output)
     given = tuple(output) if isinstance(output, (tuple, list)) else (output,)
     return not kwargs and len(args) == len(given) and all(a is b for a, b in zip(args, given, strict=True))
+
+
+def _require_types(plan: Any, blocks: Sequence[Any] = ()) -> None:
+    if not isinstance(plan, CheckpointPlan):
+        raise TypeError(
+            f"plan is a {type(plan).__name__}; expected a CheckpointPlan, as plan_checkpoints or "
+            "CheckpointPlan.from_text gives"
+        )
+    for block in blocks:
+        if not isinstance(block, CheckpointableBlock):
+            raise TypeError(f"blocks holds a {type(block).__name__}; expected what declare_blocks gave")
 
 
 def _named_blocks(model: nn.Module, plan: CheckpointPlan) -> tuple[CheckpointableBlock, ...]:

@@ -58,7 +58,7 @@ class Kind:
     @property
     def guards(self) -> Guards:
         names = self.observation.mutated_buffers
-        return Guards(self.observation.draws_random, buffer_slots(self.module, names) if names else ())
+        return Guards(buffer_slots(self.module, names) if names else (), (self.module,))
 
 
 def kind_key(module: nn.Module, call: BlockCall, arriving: GradientLayout | None) -> str:

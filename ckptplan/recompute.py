@@ -1,9 +1,14 @@
 """Running code whose activations are dropped and computed again in backward.
 
 This is PyTorch's non-reentrant ``torch.utils.checkpoint`` with early stop and its determinism check on,
-plus one thing that it does not do: buffers that the code changes (BatchNorm's running statistics, a
-moving average) are changed once. The recomputation starts from the buffer values that the forward
-started from and works on copies, so that nothing it does is seen outside.
+plus what it does not do:
+
+- buffers that the code changes (BatchNorm's running statistics, a moving average) are changed once: the
+  recomputation starts from the values that the forward started from and works on copies;
+- random streams are restored wherever the forward drew from them, seen by comparing their states (about 5 kB are
+  kept per call that draws on a CPU), so that dropout switched on after planning stays exact;
+- what would make the gradients wrong without a word is an error: a buffer changed that nobody guards, weights or the
+  train mode changed between forward and backward.
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ckptplan.errors import PlanIncompatibleError
+from ckptplan.randomness import set_torch_state, torch_state
 from ckptplan.trees import split_tensors
 
 BufferSlot = tuple[nn.Module, str]  # the submodule that holds the buffer, and the buffer's name in it
@@ -24,15 +31,15 @@ BufferSlot = tuple[nn.Module, str]  # the submodule that holds the buffer, and t
 
 @dataclass(frozen=True)
 class Guards:
-    """What a recomputation must restore to be exact.
+    """What a recomputation must restore or watch to be exact; random streams are seen to in every call.
 
     Attributes:
-        preserve_rng_state: the code draws random numbers (about 5 kB per call on a CPU).
         buffers: the buffers that the code changes.
+        modules: whose weights, other buffers and train mode must not change unnoticed.
     """
 
-    preserve_rng_state: bool = True
     buffers: tuple[BufferSlot, ...] = ()
+    modules: tuple[nn.Module, ...] = ()
 
 
 def buffer_slots(module: nn.Module, names: Sequence[str] | None = None) -> tuple[BufferSlot, ...]:
@@ -51,25 +58,122 @@ def run_recomputed(call: Callable[..., Any], guards: Guards, /, *args: Any, **kw
     Without gradients this is a plain call. PyTorch's checkpoint is handed bare tensors only: it would keep a
     tuple of tensors alive by itself, out of reach of an enclosing recomputation, and it has keyword
     arguments of its own (``debug``, ``context_fn``).
+
+    Raises:
+        PlanIncompatibleError: the forward changes a buffer that is not guarded.
+        RuntimeError: in backward, if weights or the train mode changed since the forward.
     """
     if not torch.is_grad_enabled():
         return call(*args, **kwargs)
     tensors, put_back = split_tensors((args, kwargs))
+    run = _Recomputation(call, guards, (args, kwargs), put_back, {t.device for t in tensors})
     del args, kwargs
-    kinds = {t.device.type for t in tensors}
-    starts: list[torch.Tensor] | None = None
+    return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False)
 
-    def forward_or_again(*inputs: torch.Tensor) -> Any:
-        nonlocal starts
-        own_args, own_kwargs = put_back(inputs)
-        with no_cast_cache(kinds):
-            if starts is None:  # the forward
-                starts = [getattr(owner, name).detach().clone() for owner, name in guards.buffers]
-                return call(*own_args, **own_kwargs)
-            with _copies_in_place(guards.buffers, starts):
-                return call(*own_args, **own_kwargs)
 
-    return checkpoint(forward_or_again, *tensors, use_reentrant=False, preserve_rng_state=guards.preserve_rng_state)
+class _Recomputation:
+    """One call: the forward first, and the same again whenever it is called once more."""
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        guards: Guards,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        put_back: Callable[[Sequence[torch.Tensor]], Any],
+        devices: set[torch.device],
+    ) -> None:
+        self.call, self.guards, self.put_back = call, guards, put_back
+        self.devices = sorted(devices, key=str)
+        self.given: tuple[tuple[Any, ...], dict[str, Any]] | None = given
+        self.starts: list[torch.Tensor] = []
+        self.random: list[list[torch.Tensor]] | None = None  # where the streams stood, if the forward drew from them
+        self.watch: _Watch | None = None
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        with no_cast_cache({device.type for device in self.devices}):
+            if self.given is not None:
+                # the containers of the caller, so that what the code writes into them is seen outside, once
+                (args, kwargs), self.given = self.given, None
+                return self._forward(args, kwargs)
+            args, kwargs = self.put_back(inputs)
+            return self._again(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.starts = [getattr(owner, name).detach().clone() for owner, name in self.guards.buffers]
+        self.watch = _Watch(self.guards)
+        before = self._random_states()
+        output = self.call(*args, **kwargs)
+        if not _equal_states(before, self._random_states()):
+            self.random = before
+        self.watch.require_buffers_unchanged()
+        return output
+
+    def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self.watch is not None
+        self.watch.require_same_weights()
+        with _copies_in_place(self.guards.buffers, self.starts), self._streams_put_back():
+            return self.call(*args, **kwargs)
+
+    def _random_states(self) -> list[list[torch.Tensor]]:
+        return [torch_state(device) for device in self.devices] or [torch_state(torch.device("cpu"))]
+
+    @contextmanager
+    def _streams_put_back(self) -> Iterator[None]:
+        if self.random is None:
+            yield
+            return
+        devices = self.devices or [torch.device("cpu")]
+        now = self._random_states()
+        try:
+            for device, states in zip(devices, self.random, strict=True):
+                set_torch_state(states, device)
+            yield
+        finally:
+            for device, states in zip(devices, now, strict=True):
+                set_torch_state(states, device)
+
+
+def _equal_states(left: list[list[torch.Tensor]], right: list[list[torch.Tensor]]) -> bool:
+    pairs = zip(left, right, strict=True)
+    return all(torch.equal(a, b) for states, others in pairs for a, b in zip(states, others, strict=True))
+
+
+class _Watch:
+    """Weights, unguarded buffers and train flags as they were at the forward."""
+
+    def __init__(self, guards: Guards) -> None:
+        guarded = {(id(owner), name) for owner, name in guards.buffers}
+        parts = [part for module in guards.modules for part in module.modules()]
+        self.flags = [(part, part.training) for part in parts]
+        self.weights = [(part, n, p, p._version) for part in parts for n, p in part.named_parameters(recurse=False)]
+        self.buffers = [
+            (part, name, buffer, buffer._version)
+            for part in parts
+            for name, buffer in part.named_buffers(recurse=False)
+            if (id(part), name) not in guarded
+        ]
+
+    def require_buffers_unchanged(self) -> None:
+        for part, name, buffer, version in self.buffers:
+            if getattr(part, name) is not buffer or buffer._version != version:
+                raise PlanIncompatibleError(
+                    f"the forward of {type(part).__name__} changes its buffer {name!r}, which the plan does not guard: "
+                    "it did not when the model was profiled (in eval mode?). Profile it as it is trained, plan again"
+                )
+
+    def require_same_weights(self) -> None:
+        for part, name, weight, version in self.weights:
+            if getattr(part, name) is not weight or weight._version != version:
+                raise RuntimeError(
+                    f"the weight {name!r} of {type(part).__name__} was changed between forward and backward, so a "
+                    "recomputed block would give other activations; update weights after backward"
+                )
+        for part, training in self.flags:
+            if part.training != training:
+                raise RuntimeError(
+                    f"{type(part).__name__} was switched to {'train' if part.training else 'eval'} mode between "
+                    "forward and backward, so a recomputed block would give other activations; switch after backward"
+                )
 
 
 @contextmanager

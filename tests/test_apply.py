@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import io
 import subprocess
 import sys
 import warnings
@@ -428,8 +430,57 @@ class TestPatching:
 
     def test_two_plans_at_once_are_refused(self) -> None:
         net, plan = Net(), CheckpointPlan.from_text("R(0) K1 K2", IDS)
-        with checkpointed(net, plan), pytest.raises(PlanIncompatibleError, match=r"'layers.0' is exchanged already"):
+        with (
+            checkpointed(net, plan),
+            pytest.raises(PlanIncompatibleError, match=r"a plan is active on 'layers.0' already"),
+        ):
             checkpointed(net, plan)
+
+    def test_a_second_entry_is_refused_and_the_first_stays(self) -> None:
+        net, plan = Net(), CheckpointPlan.from_text("R(0) K1 K2", IDS)
+        first, second = checkpointed(net, plan), checkpointed(net, plan)
+        first.permanent()
+        with pytest.raises(PlanIncompatibleError, match="call remove"):
+            second.permanent()
+        with pytest.raises(PlanIncompatibleError, match="call remove"):
+            first.permanent()
+        assert "forward" in vars(net.layers[0])
+        first.remove()
+        assert "forward" not in vars(net.layers[0])
+
+    def test_a_forward_exchanged_by_others_is_told_apart(self) -> None:
+        net, plan = Net(), CheckpointPlan.from_text("R(0) K1 K2", IDS)
+        net.layers[1].forward = net.layers[1].forward
+        with pytest.raises(PlanIncompatibleError, match="was exchanged by something else"):
+            checkpointed(net, plan)
+
+    @pytest.mark.parametrize("text", ["R(0) K1 R(2)", "R(0 1) K2"])
+    def test_a_copy_of_a_patched_model_runs_its_own_weights_under_the_plan(self, text: str) -> None:
+        net, plan = Net(), CheckpointPlan.from_text(text, IDS)
+        checkpointed(net, plan).permanent()
+        stored = io.BytesIO()
+        torch.save(net, stored)
+        stored.seek(0)
+        for twin in (copy.deepcopy(net), torch.load(stored, weights_only=False)):
+            with torch.no_grad():
+                for parameter in twin.parameters():
+                    parameter.mul_(1.5)
+            x = torch.randn(4, 4)
+            plain = Net()
+            plain.load_state_dict(twin.state_dict())
+            net.zero_grad()
+            twin(x).square().sum().backward()
+            plain(x).square().sum().backward()
+            assert all(p.grad is None for p in net.parameters())
+            for (name, mine), other in zip(twin.named_parameters(), plain.parameters(), strict=True):
+                assert torch.equal(mine.grad, other.grad), name
+
+    @pytest.mark.parametrize("plan", ["R(0) K1 K2", None])
+    def test_what_is_no_plan_is_told_so(self, plan: object) -> None:
+        with pytest.raises(TypeError, match="expected a CheckpointPlan"):
+            checkpointed(Net(), plan)
+        with pytest.raises(TypeError, match="expected a CheckpointPlan"):
+            apply_plan([], plan, ())
 
     def test_a_plan_for_other_blocks_is_refused_with_all_of_them(self) -> None:
         plan = CheckpointPlan.from_text("R(0) K1", ["layers.7", "blocks.0"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ckptplan.errors import PlanIncompatibleError
 from ckptplan.recompute import Guards, buffer_slots, run_recomputed
 from ckptplan.trees import map_tensors, split_tensors, tensors_in
 from tests.tracker import LiveBytes
@@ -45,7 +46,7 @@ def test_a_call_runs_again_once_per_backward_and_gives_the_same_gradients() -> N
     for p in (*block.parameters(), x):
         p.grad = None
     block.calls = 0
-    run_recomputed(block, Guards(False), x).square().sum().backward()
+    run_recomputed(block, Guards(), x).square().sum().backward()
     assert block.calls == 2
     assert all(torch.equal(p.grad, e) for p, e in zip((*block.parameters(), x), expected, strict=True))
 
@@ -53,24 +54,23 @@ def test_a_call_runs_again_once_per_backward_and_gives_the_same_gradients() -> N
 def test_without_gradients_it_is_a_plain_call() -> None:
     block = Counting(nn.BatchNorm1d(8))
     with torch.no_grad():
-        y = run_recomputed(block, Guards(True, buffer_slots(block)), torch.randn(4, 8))
+        y = run_recomputed(block, Guards(buffer_slots(block)), torch.randn(4, 8))
     assert block.calls == 1
     assert block.inner.num_batches_tracked == 1
     assert not y.requires_grad
 
 
-@pytest.mark.parametrize("preserve", [True, False])
-def test_random_draws_are_the_same_where_the_state_is_kept(preserve: bool) -> None:
+def test_random_draws_are_the_same_and_the_stream_ends_where_the_plain_one_does() -> None:
     x = torch.randn(64, requires_grad=True)
     drop = nn.Dropout(0.5)
     torch.manual_seed(1)
-    y = run_recomputed(lambda t: drop(t * t) * t, Guards(preserve), x)
+    y = run_recomputed(lambda t: drop(t * t) * t, Guards(), x)
     drawn = torch.rand(3)
     y.sum().backward()
     torch.manual_seed(1)
     x2 = x.detach().clone().requires_grad_()
     (drop(x2 * x2) * x2).sum().backward()
-    assert torch.equal(x.grad, x2.grad) is preserve
+    assert torch.equal(x.grad, x2.grad)
     torch.manual_seed(1)
     drop(x2)
     assert torch.equal(torch.rand(3), drawn)  # the stream after the forward is the plain one's
@@ -84,7 +84,7 @@ def test_buffers_are_changed_once_and_keep_their_identity() -> None:
     mean = block[1].running_mean
     for step in range(3):
         x = torch.randn(16, 8) + step
-        run_recomputed(block, Guards(False, buffer_slots(block)), x).square().sum().backward()
+        run_recomputed(block, Guards(buffer_slots(block)), x).square().sum().backward()
         plain(x).square().sum().backward()
     assert block[1].running_mean is mean
     assert block[1].num_batches_tracked == 3
@@ -111,7 +111,7 @@ def test_a_buffer_that_feeds_the_result_is_recomputed_from_where_the_forward_sta
     for recomputed in (False, True):
         block.ema.zero_()
         block.zero_grad()
-        y = run_recomputed(block, Guards(False, buffer_slots(block, ["ema"])), x) if recomputed else block(x)
+        y = run_recomputed(block, Guards(buffer_slots(block, ["ema"])), x) if recomputed else block(x)
         y.square().sum().backward()
         gradients.append((block.linear.weight.grad.clone(), block.ema.clone()))
     assert torch.equal(gradients[0][0], gradients[1][0])
@@ -138,7 +138,7 @@ def test_arguments_of_any_shape_and_name_arrive_as_they_were(args: tuple, kwargs
             seen.append((a, k))
             return sum((t * t).sum() for t in tensors_in((a, k)))
 
-    run_recomputed(Takes(), Guards(False), *args, **kwargs).backward()
+    run_recomputed(Takes(), Guards(), *args, **kwargs).backward()
     assert len(seen) == 2
     for got in seen:
         assert repr(got) == repr((args, kwargs))
@@ -155,10 +155,10 @@ def test_an_inner_recomputation_of_several_tensors_does_not_keep_them_in_the_out
         return pair
 
     def outer(x: Tensor) -> Tensor:
-        return run_recomputed(lambda pair: (pair[0] * pair[1]).exp(), Guards(False), first(x))
+        return run_recomputed(lambda pair: (pair[0] * pair[1]).exp(), Guards(), first(x))
 
     x = torch.randn(8, requires_grad=True)
-    y = run_recomputed(outer, Guards(False), x)
+    y = run_recomputed(outer, Guards(), x)
     assert [ref() is None for ref in alive] == [True, True]
     y.sum().backward()
     expected = torch.autograd.grad((x.sin() * x.cos()).exp().sum(), x)[0]
@@ -175,7 +175,7 @@ def test_second_order_gradients_and_a_second_backward_work_through_nests(nest: i
 
     call: Callable[[Tensor], Tensor] = block
     for _ in range(nest):
-        call = lambda x, inner=call: run_recomputed(inner, Guards(False), x)  # noqa: E731
+        call = lambda x, inner=call: run_recomputed(inner, Guards(), x)  # noqa: E731
     x = torch.randn(5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(call, (x,))
     assert torch.autograd.gradgradcheck(call, (x,))
@@ -195,7 +195,7 @@ def test_the_autocast_of_the_forward_is_in_force_in_the_recomputation() -> None:
 
     x = torch.randn(4, 4, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = run_recomputed(call, Guards(False), x)
+        y = run_recomputed(call, Guards(), x)
     y.sum().backward()
     assert seen == [(True, torch.bfloat16)] * 2
 
@@ -208,7 +208,7 @@ def test_autocasts_copies_of_the_weights_do_not_outlive_a_recomputed_call() -> N
         linear.zero_grad()
         tracker = LiveBytes()
         with tracker, torch.autocast("cpu", dtype=torch.bfloat16):
-            y = run_recomputed(linear, Guards(False), x) if recomputed else linear(x)
+            y = run_recomputed(linear, Guards(), x) if recomputed else linear(x)
             kept.append(tracker.now)
         y.float().square().sum().backward()
         gradients.append(linear.weight.grad.clone())
@@ -230,7 +230,7 @@ def test_an_error_in_the_recomputation_puts_the_buffers_back() -> None:
         return y * y
 
     x = torch.randn(8, 4, requires_grad=True)
-    y = run_recomputed(call, Guards(False, buffer_slots(block)), x)
+    y = run_recomputed(call, Guards(buffer_slots(block)), x)
     after = {name: b.clone() for name, b in block.named_buffers()}
     with pytest.raises(RuntimeError, match="second time"):
         y.sum().backward()
@@ -256,3 +256,81 @@ def test_a_value_taken_apart_holds_no_tensor_and_is_put_together_again() -> None
     refs = [weakref.ref(t) for t in tensors]
     del a, b, tensors, pair, entry, box
     assert [r() is None for r in refs] == [True, True]
+
+
+class Gated(nn.Module):
+    """Draws only once its gate opens: after it was profiled, say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.rate = nn.Linear(8, 8), 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.linear(x).tanh(), self.rate) if self.rate else self.linear(x).tanh()
+
+
+def test_dropout_switched_on_later_is_exact_too() -> None:
+    block, x = Gated(), torch.randn(16, 8)
+    block.rate = 0.5
+    gradients = []
+    for run in (lambda: run_recomputed(block, Guards(modules=(block,)), x), lambda: block(x)):
+        torch.manual_seed(3)
+        block.zero_grad()
+        run().square().sum().backward()
+        gradients.append((block.linear.weight.grad.clone(), torch.rand(2)))
+    assert torch.equal(gradients[0][0], gradients[1][0])
+    assert torch.equal(gradients[0][1], gradients[1][1])
+
+
+def test_a_buffer_that_nobody_guards_may_not_change() -> None:
+    norm = nn.BatchNorm1d(8)
+    with pytest.raises(
+        PlanIncompatibleError, match=r"BatchNorm1d changes its buffer '\w+', which the plan does not guard"
+    ):
+        run_recomputed(norm, Guards(modules=(norm,)), torch.randn(4, 8, requires_grad=True))
+    norm.eval()
+    run_recomputed(norm, Guards(modules=(norm,)), torch.randn(4, 8, requires_grad=True)).sum().backward()
+
+
+def test_weights_and_modes_may_not_change_between_forward_and_backward() -> None:
+    block, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
+    y = run_recomputed(block, Guards(modules=(block,)), x)
+    with torch.no_grad():
+        block[0].weight.add_(1)
+    with pytest.raises(RuntimeError, match="the weight 'weight' of Linear was changed between forward and backward"):
+        y.sum().backward()
+    other = {name: p.detach().clone().requires_grad_() for name, p in block.named_parameters()}
+    y = torch.func.functional_call(_Recomputed(block), {f"block.{n}": p for n, p in other.items()}, (x,))
+    with pytest.raises(RuntimeError, match="was changed between forward and backward"):
+        y.sum().backward()
+    y = run_recomputed(block, Guards(modules=(block,)), x)
+    block.eval()
+    with pytest.raises(RuntimeError, match="was switched to eval mode between forward and backward"):
+        y.sum().backward()
+
+
+class _Recomputed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return run_recomputed(self.block, Guards(modules=(self.block,)), x)
+
+
+def test_what_the_code_writes_into_its_arguments_is_seen_outside_once() -> None:
+    linear, x = nn.Linear(8, 8), torch.randn(4, 8)
+
+    def call(t: torch.Tensor, notes: dict[str, int], names: list[str]) -> torch.Tensor:
+        notes["calls"] = notes.get("calls", 0) + 1
+        names.append("x")
+        return (linear(t) * notes["calls"]).tanh()
+
+    notes, names = {"calls": 1}, []
+    y = run_recomputed(call, Guards(modules=(linear,)), x, notes, names)
+    y.sum().backward()
+    assert (notes, names) == ({"calls": 2}, ["x"])
+    expected = nn.Linear(8, 8)
+    expected.load_state_dict(linear.state_dict())
+    (expected(x) * 2).tanh().sum().backward()
+    assert torch.equal(linear.weight.grad, expected.weight.grad)
