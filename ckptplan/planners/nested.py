@@ -49,9 +49,17 @@ def optimal(profile: ChainProfile, budget_bytes: int, *, cost: CostKind, memory_
     Under the additive model every recomputed block counts nothing, so that nesting has nothing to give: the flat plan.
     """
     if memory_model == "additive":
-        return dynamic_programming(profile, budget_bytes, cost=cost, memory_model=memory_model)
+        return cheapest_flat(profile, budget_bytes, cost, memory_model)
     chain = option_chain(profile, cost)
     return cheapest_plan(chain, budget_bytes, _flat_nodes(profile, budget_bytes, cost))
+
+
+def cheapest_flat(profile: ChainProfile, budget_bytes: int, cost: CostKind, memory_model: MemoryModel) -> PlannerResult:
+    """The cheapest flat plan over all options of the profile; the one of least peak where none fits."""
+    if not any(block.selective for block in profile):
+        return dynamic_programming(profile, budget_bytes, cost=cost, memory_model=memory_model)
+    chain = option_chain(additive_profile(profile) if memory_model == "additive" else profile, cost)
+    return cheapest_plan(chain, budget_bytes, None, most_blocks=1)
 
 
 def least_peak_plan(chain: OptionChain, most_blocks: int | None = None) -> tuple[PlanNode, ...]:
