@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckptplan.curve import CurvePoint, PlanCurve, plan_curve
-from ckptplan.errors import TimingOnlyProfileError, UnsupportedPlanVersionError
+from ckptplan.errors import PlannerScaleError, TimingOnlyProfileError, UnsupportedPlanVersionError
 from ckptplan.plan import parse_plan_text
 from ckptplan.planners import plan_checkpoints, smallest_reachable
 from ckptplan.planners.nested import least_peak_plan
@@ -230,3 +230,9 @@ def test_a_slowdown_allowed_gets_the_curves_least_peak_within_it() -> None:
         plan = plan_checkpoints(chain, target_kind="max_slowdown", target_value=ratio, planner="optimal")
         allowed = (ratio - 1) * curve.step_cost * (1 + 1e-12)
         assert plan.predicted_peak_bytes == min(p.peak_bytes for p in curve.points if p.cost <= allowed)
+
+
+def test_a_curve_beyond_reach_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptplan.planners.nested.MOST_CORNERS", 3)
+    with pytest.raises(PlannerScaleError, match="6 blocks is beyond"):
+        plan_curve(_chain(6))

@@ -256,17 +256,29 @@ class Tradeoff:
 
 
 def tradeoff(profile: ChainProfile, *, cost: CostKind, memory_model: MemoryModel, nested: bool) -> Tradeoff:
-    """The whole trade-off in one solve: exact where staircases stay within ``MOST_CORNERS``, else the finest grain."""
+    """The whole trade-off in one solve: exact where staircases stay within ``MOST_CORNERS``, else the finest grain.
+
+    Raises ``PlannerScaleError`` where even the coarsest one is too much.
+    """
     chain = option_chain(additive_profile(profile) if memory_model == "additive" else profile, cost)
-    limit = longest(chain) if nested and memory_model == "peak" else 1
-    most_bytes = flat_peak(chain, [0] * len(chain))
+    is_nested = nested and memory_model == "peak"
+    limit = longest(chain) if is_nested else 1
+    stretches, whole = _solved_whole(chain, limit)
+    epsilon: float | None = 0.0
+    if is_nested and limit < len(chain):
+        epsilon = None
+    elif stretches.num_merged:
+        lower = _all_budgets(chain, limit, stretches.grain, optimistic=True).whole()
+        epsilon = max(_gap(chain, int(v), lower.at(int(n)) or 0) for n, v in zip(whole.need, whole.value, strict=True))
+    return Tradeoff(tuple(whole.need.tolist()), epsilon, stretches)
+
+
+def _solved_whole(chain: OptionChain, limit: int) -> tuple[Stretches, Stairs]:
+    """The finest staircases that can be afforded."""
     total = sum(block.least for block in chain.blocks)
     solved = None
     for count in GRAINS:
-        grain = max(1, total // (4 * count)) if count else 0
-        stretches = Stretches(
-            chain, most_bytes, slack=LARGEST_VALUE, grain=grain, longest=limit, most_corners=MOST_CORNERS
-        )
+        stretches = _all_budgets(chain, limit, max(1, total // (4 * count)) if count else 0)
         try:
             solved = stretches, stretches.whole()
         except TooManyCornersError:
@@ -279,16 +291,20 @@ def tradeoff(profile: ChainProfile, *, cost: CostKind, memory_model: MemoryModel
         raise PlannerScaleError(
             f"the trade-off of {len(chain)} blocks is beyond what can be solved; plan_checkpoints answers one budget"
         )
-    stretches, whole = solved
-    epsilon: float | None = 0.0
-    if stretches.num_merged:
-        lower = Stretches(
-            chain, most_bytes, slack=LARGEST_VALUE, grain=stretches.grain, optimistic=True, longest=limit
-        ).whole()
-        epsilon = max(_gap(chain, int(v), lower.at(int(n)) or 0) for n, v in zip(whole.need, whole.value, strict=True))
-    if nested and limit < len(chain) and memory_model == "peak":
-        epsilon = None
-    return Tradeoff(tuple(whole.need.tolist()), epsilon, stretches)
+    return solved
+
+
+def _all_budgets(chain: OptionChain, limit: int, grain: int, *, optimistic: bool = False) -> Stretches:
+    """Staircases up to the peak of keeping everything."""
+    return Stretches(
+        chain,
+        flat_peak(chain, [0] * len(chain)),
+        slack=LARGEST_VALUE,
+        grain=grain,
+        optimistic=optimistic,
+        longest=limit,
+        most_corners=None if optimistic else MOST_CORNERS,
+    )
 
 
 def longest(chain: OptionChain, most_ways: int | None = None) -> int:
