@@ -18,6 +18,7 @@ from ckptplan.proof import StepPair, StepProof, prove
 from ckptplan.subject import PlainChain, Trials, private_batch, require_placement
 from ckptplan.trees import tensors_in
 from ckptplan.twin import make_twin
+from ckptplan.units import require_amount
 from ckptplan.validate import validate_plan
 
 
@@ -107,8 +108,10 @@ def run_benchmark(
 
     Raises:
         PlanIncompatibleError: the plan is not one for these blocks.
-        ValueError, TypeError: wrong device or dtype, bad counts.
+        ValueError, TypeError: wrong device or dtype, bad counts or tolerances, arguments of another type.
     """
+    require_amount("correctness_rtol", correctness_rtol)
+    require_amount("correctness_atol", correctness_atol)
     where, kwargs = torch.device(device), dict(example_kwargs or {})
     trials = Trials(num_warmup, num_trials)
     validate_plan(plan, blocks, example_inputs, example_kwargs)

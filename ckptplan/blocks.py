@@ -33,6 +33,16 @@ class CheckpointableBlock:
     module: nn.Module
 
 
+def require_blocks(blocks: object) -> None:
+    """Raise ``TypeError`` unless ``blocks`` is a sequence of ``CheckpointableBlock``, which tells how to get one."""
+    remedy = "expected what declare_blocks(model, [(block_id, module), ...]) gives"
+    if not isinstance(blocks, Sequence) or isinstance(blocks, str):
+        raise TypeError(f"blocks is a {type(blocks).__name__}; {remedy}")
+    for index, block in enumerate(blocks):
+        if not isinstance(block, CheckpointableBlock):
+            raise TypeError(f"blocks[{index}] is a {type(block).__name__}; {remedy}")
+
+
 @dataclass(frozen=True)
 class BlockSelection:
     """The blocks chosen from a model, and what to tell the user about the choice."""

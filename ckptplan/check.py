@@ -25,7 +25,7 @@ from ckptplan.plan import (
 )
 from ckptplan.profiles import BlockProfile, ChainProfile, StageCost, as_chain, recompute_costs, require_memory
 from ckptplan.selective import find_option
-from ckptplan.units import format_bytes
+from ckptplan.units import format_bytes, require_amount
 
 
 def check_plan(
@@ -35,9 +35,12 @@ def check_plan(
 
     Checked: the tree, block ids, eligibility, each predicted number, and the peak against ``budget_bytes``
     (None: against ``plan.budget_bytes`` where the plan calls itself feasible). Raises ``TimingOnlyProfileError`` or
-    ``ValueError`` for a profile that does not hold the figures to judge by.
+    ``ValueError`` for a profile that does not hold the figures to judge by; ``ValueError`` or ``TypeError`` for a
+    budget that is no number of bytes.
     """
     chain = as_chain(profiles)
+    if budget_bytes is not None:
+        require_amount("budget_bytes", budget_bytes)
     require_memory(chain, plan.memory_model)
     if plan.predicted_cost is not None:
         recompute_costs(chain, plan.cost_kind)
@@ -53,7 +56,7 @@ def check_plan(
     limit = budget_bytes
     if limit is None and plan.feasible:
         limit = plan.budget_bytes
-    if limit is not None and peak > limit:
+    if limit is not None and not peak <= limit:  # so that NaN fails
         faults.append(
             f"over budget: the plan peaks at {peak} bytes ({format_bytes(peak)}), the budget is {limit} bytes"
         )
@@ -194,8 +197,7 @@ def _as_stage(chain: ChainProfile, node: PlanNode) -> _Stage:
         assert cost is not None, f"block {block.block_id!r} has no figures"
         return _Stage(cost, block.output_bytes, block.output_is_input)
     assert isinstance(node, Recompute)
-    num_inputs = 1 + max((p for p in members[0].output_is_input if p is not None), default=0)
-    num_inputs = max(num_inputs, len(_costs(members[0]).keeps_input))
+    num_inputs = _num_entering(chain, blocks_of((node,))[0])
     bare = [
         _Stage(StageCost(0, _costs(b).forward_peak_bytes, 0, (False,), (False,)), b.output_bytes, b.output_is_input)
         for b in members
@@ -216,6 +218,13 @@ def _as_stage(chain: ChainProfile, node: PlanNode) -> _Stage:
         0, max(first_forward), max(max(replay_forward) + incoming, *backward), _costs(members[0]).keeps_input, (False,)
     )
     return _Stage(cost, [size for size, _ in sources], [passed for _, passed in sources])
+
+
+def _num_entering(chain: ChainProfile, block: int) -> int:
+    """Storages that come into ``block`` from the one before it; none where the batch itself comes in."""
+    if block:
+        return len(chain[block - 1].output_bytes)
+    return len(chain.input_bytes if chain.pre is None else chain.pre.output_bytes)
 
 
 def _costs(block: BlockProfile) -> StageCost:

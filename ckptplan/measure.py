@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptplan.blocks import CheckpointableBlock, select_blocks
+from ckptplan.blocks import CheckpointableBlock, require_blocks, select_blocks
 from ckptplan.choices import Choices, Measuring, find_choices, same_choices, time_choices
 from ckptplan.discovery import find_blocks
 from ckptplan.errors import NoDifferentiableOutputError
@@ -76,6 +76,7 @@ def profile_blocks(
         BlockDeclarationError, UnsupportedBoundaryError: the blocks do not form a chain.
         NoDifferentiableOutputError: no block has an output that a gradient flows through.
     """
+    require_blocks(blocks)
     if not blocks:
         raise ValueError("blocks is empty; declare at least one block")
     if not isinstance(example_inputs, tuple):

@@ -500,8 +500,11 @@ def parse_plan_text(text: str) -> tuple[PlanNode, ...]:
 def _keep_range(text: str, match: re.Match[str]) -> list[PlanNode]:
     first = int(match["first"])
     last = first if match["last"] is None else int(match["last"])
-    if not first <= last < first + _MAX_RANGE:
+    if last < first:
         raise ValueError(f"plan text: range {first}-{last} does not ascend\n{_pointer(text, match.start('first'))}")
+    if last - first >= _MAX_RANGE:
+        where = _pointer(text, match.start("first"))
+        raise ValueError(f"plan text: range {first}-{last} is too large; at most {_MAX_RANGE:,} blocks\n{where}")
     return [Keep(block) for block in range(first, last + 1)]
 
 

@@ -24,6 +24,7 @@ from ckptplan.randomness import random_state_restored, set_torch_state, torch_st
 from ckptplan.subject import LossFn, Trials, private_batch
 from ckptplan.trees import tensors_in
 from ckptplan.twin import make_twin
+from ckptplan.units import require_amount
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ def prove_model(
     check_stop: Callable[[], None] = lambda: None,
 ) -> StepProof:
     """Measure steps of ``loss_fn(model, batch)`` with the model patched by ``plan`` and as it is."""
+    require_amount("rtol", rtol)  # before anything is built
+    require_amount("atol", atol)
     (twin,) = make_twin([model])
     own_batch = private_batch(batch)
     patch = checkpointed(twin, plan)  # checked once, not in every timed step
@@ -135,7 +138,12 @@ def prove(
     atol: float,
     check_stop: Callable[[], None] = lambda: None,
 ) -> StepProof:
-    """Gradients, then peaks, then times; a step that does not fit the device leaves its figures None."""
+    """Gradients, then peaks, then times; a step that does not fit the device leaves its figures None.
+
+    Raises ``TypeError`` or ``ValueError`` for a tolerance that is no finite number, 0 or more.
+    """
+    require_amount("rtol", rtol)
+    require_amount("atol", atol)
     check: GradientCheck | None = None
     note: str | None = None if check_gradients else "not asked for"
     with random_state_restored(pair.device), torch.enable_grad():
@@ -274,7 +282,7 @@ def compare_outcomes(
             continue
         largest_abs = max(largest_abs, difference)
         largest_rel = max(largest_rel, difference / size if size else (math.inf if difference else 0.0))
-        if difference > rtol * size + atol:
+        if not difference <= rtol * size + atol:
             faults.append(f"{name}: gradient differs by {difference:.3g}, its largest element is {size:.3g}")
     faults += [
         f"buffer {name} differs after the step"

@@ -40,8 +40,10 @@ def post_forward(subject: Subject, trace: ChainTrace) -> StageForward:
     def forward(mark: Mark) -> StageRun:
         made: list[torch.Tensor] = []
         handed_back: GradientLayout = {}
+        beside: list[Any] = []
 
         def last(*args: Any, **kwargs: Any) -> Any:
+            beside.append((args, kwargs))
             output = trace.calls[-1].output
             sources = list({id(t): t for t in tensors_in(output)}.values())
             mark("start")
@@ -50,17 +52,23 @@ def post_forward(subject: Subject, trace: ChainTrace) -> StageForward:
             by_id = {id(old): new for old, new in zip(sources, made, strict=True)}
             return map_tensors(output, lambda t: by_id[id(t)])
 
-        stands: list[Callable[..., Any]] = [_answer(call) for call in trace.calls[:-1]]
+        stands: list[Callable[..., Any]] = [_answer(call, beside) for call in trace.calls[:-1]]
         with exchanged_forwards(subject.modules, [*stands, last]):
             loss = subject.run_step()
         _require_scalar(loss)
-        return StageRun(made, loss, is_loss=True, handed_back=handed_back)
+        return StageRun(made, loss, is_loss=True, handed_back=handed_back, beside=beside)
 
     return forward
 
 
-def _answer(call: BlockCall) -> Callable[..., Any]:
-    return lambda *args, **kwargs: call.output
+def _answer(call: BlockCall, beside: list[Any]) -> Callable[..., Any]:
+    """Stands for a block; the model may hold what it calls the block with under another name."""
+
+    def stand(*args: Any, **kwargs: Any) -> Any:
+        beside.append((args, kwargs))
+        return call.output
+
+    return stand
 
 
 def _require_scalar(loss: Any) -> None:

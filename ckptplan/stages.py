@@ -52,6 +52,7 @@ class StageRun:
         output: what goes out; for the last stage the loss.
         arriving: how the gradients of the output's tensors come in; None: each on a storage of its own.
         handed_back: filled by the backward, for the tensors of the boundary that came in.
+        beside: what the model may hold meanwhile without it being the stage's; kept to the end, so that it cancels out.
     """
 
     inputs: list[torch.Tensor]
@@ -59,6 +60,7 @@ class StageRun:
     is_loss: bool = False
     arriving: GradientLayout | None = None
     handed_back: GradientLayout = field(default_factory=dict)
+    beside: Any = None
 
 
 # A stage as a function: it makes its inputs, calls mark("start") before and mark("ready") after

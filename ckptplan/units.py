@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
@@ -63,3 +64,11 @@ def format_seconds(seconds: float | None) -> str:
 def format_percent(ratio: float | None) -> str:
     """``"+3.1 %"`` for 0.031; ``"not measured"`` for None."""
     return "not measured" if ratio is None else f"{ratio * 100:+.1f} %"
+
+
+def require_amount(name: str, value: object) -> None:
+    """Raise ``TypeError`` or ``ValueError`` naming ``name`` unless ``value`` is a finite number, 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; expected a number, 0 or more")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name}={value}; expected a finite number, 0 or more")

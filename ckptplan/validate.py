@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ckptplan.blocks import CheckpointableBlock, model_fingerprint, takes_keyword
+from ckptplan.blocks import CheckpointableBlock, model_fingerprint, require_blocks, takes_keyword
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.plan import CheckpointPlan, blocks_of
 
@@ -29,7 +29,12 @@ def validate_plan(
 
     Raises:
         PlanIncompatibleError: with ``.faults``.
+        TypeError: ``plan`` is no plan, or ``blocks`` are not what ``declare_blocks`` gives.
     """
+    if not isinstance(plan, CheckpointPlan):
+        hint = "; CheckpointPlan.from_text(text, profile) makes one" if isinstance(plan, str) else ""
+        raise TypeError(f"plan is a {type(plan).__name__}; expected a CheckpointPlan{hint}")
+    require_blocks(blocks)
     faults = _block_faults(plan, blocks)
     if not faults:
         faults += _buffer_faults(plan, blocks)

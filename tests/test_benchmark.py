@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptplan.benchmark import BenchmarkResult, compare_results, percentile, run_benchmark
+from ckptplan.errors import PlanIncompatibleError
 from ckptplan.plan import CheckpointPlan
 from ckptplan.proof import StepOutcome, compare_outcomes, is_out_of_memory, prove_model
 from ckptplan.subject import Trials
@@ -58,6 +60,28 @@ def benchmark(modules: list[nn.Module], text: str, x: Tensor, target=mean_square
 class TestGradients:
     """P12."""
 
+    @pytest.mark.parametrize("name", ["correctness_rtol", "correctness_atol"])
+    @pytest.mark.parametrize(
+        ("value", "error"),
+        [(math.nan, ValueError), (math.inf, ValueError), (-1e-9, ValueError), ("1e-5", TypeError), (True, TypeError)],
+    )
+    def test_a_tolerance_that_is_no_amount_is_refused(self, name: str, value: Any, error: type[Exception]) -> None:
+        with pytest.raises(error, match=f"{name}={value!r}"):
+            benchmark([Faulty("doubled")], "R(0)", torch.randn(4, 8), **{name: value})
+        model, plan = nn.Sequential(nn.Linear(8, 8)), CheckpointPlan.from_text("R(0)", ["0"])
+        own = name.removeprefix("correctness_")
+        tolerance: dict[str, Any] = {own: value}
+        with pytest.raises(error, match=f"^{own}={value!r}"):
+            prove_model(
+                model, plan, torch.randn(4, 8), lambda m, x: m(x).sum(), device=CPU, trials=Trials(0, 1), **tolerance
+            )
+
+    def test_nan_tolerances_pass_nothing(self) -> None:
+        loss, gradients = torch.zeros(()), {"w": torch.ones(3)}
+        found, expected = StepOutcome(loss, {"w": torch.zeros(3)}), StepOutcome(loss, gradients)
+        assert not compare_outcomes(found, expected, "r", math.nan, 0.0).passed
+        assert not compare_outcomes(found, expected, "r", 0.0, math.nan).passed
+
     @pytest.mark.parametrize(
         ("fault", "message"),
         [
@@ -92,7 +116,7 @@ class TestGradients:
         modules = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3)]
         assert benchmark(modules, "R(0 1) R(2)", torch.randn(4, 8)).bitwise_equal
 
-    def test_a_buffer_that_a_recomputation_changes_again_is_found(self) -> None:
+    def test_a_buffer_that_the_plan_does_not_guard_is_an_error(self) -> None:
         class Counts(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -111,14 +135,12 @@ class TestGradients:
         unguarded = replace(
             guarded, decisions=(replace(guarded.decisions[0], mutated_buffers=()), guarded.decisions[1])
         )
-        results = [
-            run_benchmark(blocks, plan, (torch.randn(4, 8),), None, mean_square, device="cpu", num_trials=1)
-            for plan in (guarded, unguarded)
-        ]
-        assert results[0].correctness_passed
-        assert results[1].correctness_faults == ("buffer blocks.0.count differs after the step",)
+        options: dict[str, Any] = {"device": "cpu", "num_trials": 1}
+        assert run_benchmark(blocks, guarded, (torch.randn(4, 8),), None, mean_square, **options).correctness_passed
+        with pytest.raises(PlanIncompatibleError, match="Counts changes its buffer 'count'"):
+            run_benchmark(blocks, unguarded, (torch.randn(4, 8),), None, mean_square, **options)
 
-    def test_a_lost_random_state_is_found(self) -> None:
+    def test_a_plan_that_forgets_the_random_state_is_exact_all_the_same(self) -> None:
         from dataclasses import replace
 
         plan = CheckpointPlan.from_text("R(0) K1", ["b0", "b1"])
@@ -132,8 +154,17 @@ class TestGradients:
             device="cpu",
             num_trials=1,
         )
-        assert result.correctness_passed is False
-        assert "the random stream stands elsewhere after the step" in result.correctness_faults
+        assert result.bitwise_equal
+
+    def test_other_streams_and_buffers_after_the_step_are_found(self) -> None:
+        def outcome(buffer: float, state: int) -> StepOutcome:
+            return StepOutcome(torch.zeros(()), {}, {"count": torch.tensor(buffer)}, [torch.tensor([state])])
+
+        assert compare_outcomes(outcome(1.0, 5), outcome(1.0, 5), "r", 0.0, 0.0).passed
+        assert compare_outcomes(outcome(2.0, 6), outcome(1.0, 5), "r", 0.0, 0.0).faults == (
+            "buffer count differs after the step",
+            "the random stream stands elsewhere after the step",
+        )
 
     def test_each_parameter_is_judged_by_its_own_size(self) -> None:
         loss = torch.ones(())

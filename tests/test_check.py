@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ckptplan.check import check_plan
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.plan import CheckpointPlan, Keep
 from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
+from ckptplan.simulate import simulate_plan
 
 
 def _chain(**changes: Any) -> ChainProfile:
@@ -60,6 +62,32 @@ def test_a_plan_that_predicts_nothing_is_judged_by_its_peak_alone() -> None:
 
 def test_one_byte_over_the_budget_is_a_fault() -> None:
     assert _faults(_chain(), _plan(), 37) == ("over budget: the plan peaks at 38 bytes (38 B), the budget is 37 bytes",)
+
+
+@pytest.mark.parametrize(
+    ("budget", "error"),
+    [(math.nan, ValueError), (math.inf, ValueError), (-1, ValueError), ("38", TypeError), (True, TypeError)],
+)
+def test_a_budget_that_is_no_number_of_bytes_is_refused(budget: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"budget_bytes={budget!r}"):
+        check_plan(_chain(), _plan(), budget)
+
+
+@pytest.mark.parametrize("text", ["R(0 1) K2", "R(0 R(1 2))", "R(0 1 2)", "R(R(0 1) 2)", "R(0) R(1 2)"])
+def test_segments_from_block_0_are_judged_where_the_batch_itself_comes_in(text: str) -> None:
+    """Nothing of the chain comes in: the batch stands before the step, and no stage has a flag for it."""
+    first, *rest = _chain()
+    keep, again = StageCost(10, 14, 20, keeps_input=()), StageCost(0, 8, 21, keeps_input=())
+    chain = ChainProfile((dataclasses.replace(first, keep=keep, recompute=again), *rest), input_bytes=())
+    known = _chain()  # there an input of 0 bytes comes in, which costs the same
+    expected = simulate_plan(known, CheckpointPlan.from_text(text, known))
+    plan = dataclasses.replace(
+        CheckpointPlan.from_text(text, chain),
+        predicted_peak_bytes=expected.peak_bytes,
+        predicted_cost=expected.recompute_time_ms,
+    )
+    check_plan(chain, plan)
+    assert simulate_plan(chain, plan).peak_bytes == expected.peak_bytes
 
 
 def test_a_plan_over_its_own_budget_is_a_fault_unless_it_says_so() -> None:

@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from ckptplan.apply import apply_plan
 from ckptplan.benchmark import run_benchmark
 from ckptplan.blocks import declare_blocks
+from ckptplan.check import check_plan
 from ckptplan.errors import NoDifferentiableOutputError, TimingOnlyProfileError
 from ckptplan.measure import profile_blocks, profile_model
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import plan_checkpoints
 from ckptplan.profiles import ChainProfile
+from ckptplan.proof import prove_model
 from ckptplan.simulate import simulate_plan
+from ckptplan.subject import Trials
 from tests.chains import DropoutBlock, Residual, declared, mean_square
 from tests.tracker import step_peak
 
@@ -384,6 +387,10 @@ def test_inputs_and_blocks_of_the_wrong_kind_are_named() -> None:
     blocks = declared([nn.Linear(8, 8)])
     with pytest.raises(TypeError, match="example_inputs is a Tensor; expected a tuple"):
         profile_blocks(blocks, torch.randn(4, 8), device="cpu")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"blocks\[0\] is a Linear; expected what declare_blocks"):
+        profile_blocks([nn.Linear(8, 8)], (torch.randn(4, 8),), device="cpu")  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="blocks is a Sequential; expected what declare_blocks"):
+        profile_blocks(nn.Sequential(nn.Linear(8, 8)), (torch.randn(4, 8),), device="cpu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="blocks is empty"):
         profile_blocks((), (torch.randn(4, 8),), device="cpu")
     with pytest.raises(ValueError, match=r"an example input of shape \(4, 8\) is on meta"):
@@ -552,3 +559,34 @@ def test_dropout_blocks_keep_the_random_state_and_others_do_not() -> None:
     found = profile([DropoutBlock(), Residual(16, 16)], torch.randn(4, 16))
     assert found[0].recompute.saved_bytes == torch.get_rng_state().numel()
     assert found[1].recompute.saved_bytes == 0
+
+
+class Net(nn.Module):
+    """The README's: its first block is fed by the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True) for _ in range(4))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(dim=1))
+
+
+@pytest.mark.parametrize("text", ["R(0 1) K2 K3", "R(0 R(1 2)) K3", "R(0 1 2 3)", "R(R(0) R(1)) K2 R(3)"])
+def test_segments_from_block_0_of_the_readmes_model_are_planned_and_proved(text: str) -> None:
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    model, batch = Net(), (torch.randn(16, 32, 64), torch.randint(10, (16,)))
+    found = profile_model(model, "layers.*", batch, loss_fn, num_warmup=0, num_trials=1)
+    assert found.pre is None
+    target: Any = {"target_kind": "activation_budget_fraction", "target_value": 1.0, "on_infeasible": "best_effort"}
+    plan = plan_checkpoints(found, planner="text", text=text, **target)
+    check_plan(found, plan)
+    proof = prove_model(model, plan, batch, loss_fn, device=torch.device("cpu"), trials=Trials(0, 1))
+    assert proof.gradients is not None
+    assert proof.gradients.passed
+    assert plan.predicted_peak_bytes == pytest.approx(proof.peak_bytes, rel=0.01)

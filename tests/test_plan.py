@@ -133,7 +133,7 @@ class TestText:
             ("", "empty"),
             ("  ", "empty"),
             ("K3-1", "does not ascend"),
-            ("K0-99999999", "ascend"),
+            ("K0-99999999", "too large; at most 1,000,000 blocks"),
         ],
     )
     def test_other_bad_texts_are_refused(self, text: str, part: str) -> None:

@@ -116,3 +116,14 @@ def test_nothing_is_run_and_no_state_is_changed(model, plan) -> None:
     torch.set_rng_state(state)
     assert ran == []
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+
+
+def test_arguments_of_another_type_are_named(model, plan) -> None:
+    with pytest.raises(TypeError, match=r"plan is a str; expected a CheckpointPlan; CheckpointPlan.from_text"):
+        validate_plan("R(0)", blocks_of(model))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"plan is a NoneType; expected a CheckpointPlan$"):
+        validate_plan(None, blocks_of(model))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"blocks is a Sequential; expected what declare_blocks"):
+        validate_plan(plan, model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"blocks\[0\] is a Sequential; expected what declare_blocks"):
+        validate_plan(plan, list(model))  # type: ignore[arg-type]

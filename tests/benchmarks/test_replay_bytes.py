@@ -10,6 +10,7 @@ that its operators are counted). Bytes of tensors, measured alike. It ends in on
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import warnings
@@ -94,15 +95,17 @@ def by_selective_checkpointing(block: nn.Module, inputs: list[Tensor], counted: 
 
 
 def by_compiler(block: nn.Module, inputs: list[Tensor], flops: int) -> Figures | None:
-    """The fewest bytes over its budgets at FLOPs no higher than plain autograd's; None where it breaks the graph.
+    """The fewest bytes over its budgets at FLOPs no higher than plain autograd's.
+
+    A budget at which it breaks the graph, or its own backward fails, has no figure; None where no budget has one.
 
     A compiled module runs eagerly under a dispatch mode, so its bytes are those of the tensors that its graph saves
     (the backward's peak is the CPU allocator's), and its FLOPs are counted inside its graphs.
     """
-    try:
-        found = [_compiled_at(budget, block, inputs) for budget in BUDGETS]
-    except torch._dynamo.exc.Unsupported:
-        found = []
+    found = []
+    for budget in BUDGETS:
+        with contextlib.suppress(RuntimeError):  # what dynamo raises is one too
+            found.append(_compiled_at(budget, block, inputs))
     torch._dynamo.reset()
     return min((f for f in found if f.flops <= flops), key=lambda f: f.kept_bytes, default=None)
 
@@ -110,11 +113,13 @@ def by_compiler(block: nn.Module, inputs: list[Tensor], flops: int) -> Figures |
 def _compiled_at(budget: float, block: nn.Module, inputs: list[Tensor]) -> Figures:
     total = 0
 
-    def counted(graph: Callable[..., Any], examples: Any) -> Callable[..., Any]:
+    def counted(graph: nn.Module, examples: Any) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             nonlocal total
-            with count_flops() as counter:
-                out = graph(*args)
+            # the counter's module hooks want a graph behind every tensor that requires a gradient
+            plain = [a.detach() if isinstance(a, Tensor) else a for a in args]
+            with torch.no_grad(), count_flops() as counter:
+                out = graph(*plain)
             total += counter.get_total_flops()
             return out
 
