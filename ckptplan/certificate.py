@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from ckptplan.check import check_plan
 from ckptplan.plan import CheckpointPlan
-from ckptplan.planners.flat import dynamic_programming
 from ckptplan.planners.milp import ilp
-from ckptplan.planners.nested import optimal
+from ckptplan.planners.nested import cheapest_flat, optimal
 from ckptplan.planners.tables import PlannerResult
 from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, as_chain, canonical_json
 from ckptplan.simulate import plan_recompute_cost, simulate_plan
@@ -93,7 +92,7 @@ def certify(
         found = plan_recompute_cost(chain, result.nodes, kind)
         return found * (1 - (result.optimality_gap or 0.0)), found
 
-    flat = solved(dynamic_programming(chain, budget, cost=kind, memory_model=memory_model))
+    flat = solved(cheapest_flat(chain, budget, kind, memory_model))
     any_shape = solved(optimal(chain, budget, cost=kind, memory_model=memory_model))
     lower = cost if any_shape is None else min(any_shape[0], cost)
     checked = "not made"

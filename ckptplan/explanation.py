@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckptplan.errors import PlanIncompatibleError
-from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, blocks_of, nodes_text
+from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, Selective, blocks_of, nodes_text
 from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, as_chain
 from ckptplan.simulate import plan_recompute_cost, simulate_plan
 from ckptplan.units import format_bytes, format_ms
@@ -95,7 +95,10 @@ def _explained(
     if kept:
         reason = _why_kept(judge, change, -saved_cost, simulated.peak_at)
     else:
-        reason = _why_recomputed(judge, nodes_text((node,)), runs, simulated.peak_bytes, change, saved_cost, fits)
+        how = f"recomputed in {nodes_text((node,))}, its forward runs {runs} times: kept"
+        if isinstance(node, Selective):
+            how = f"kept in part as {nodes_text((node,))}: kept whole"
+        reason = _why_recomputed(judge, how, simulated.peak_bytes, change, saved_cost, fits)
     return BlockExplanation(profile.block_id, nodes_text((node,)), runs, simulated.peak_bytes, other_cost, fits, reason)
 
 
@@ -108,18 +111,15 @@ def _why_kept(judge: _Judge, change: int, added: float, peak_at: str) -> str:
     return f"kept: recomputing it would cost {cost} and raise the peak by {format_bytes(change)}, at {peak_at}"
 
 
-def _why_recomputed(
-    judge: _Judge, node: str, runs: int, other_peak: int, change: int, saved_cost: float, fits: bool | None
-) -> str:
+def _why_recomputed(judge: _Judge, how: str, other_peak: int, change: int, saved_cost: float, fits: bool | None) -> str:
     cost = judge.cost_text(abs(saved_cost))
-    first = f"recomputed in {node}, its forward runs {runs} times"
     spared = f"spare {cost}" if saved_cost >= 0 else f"cost {cost} more"
     if fits is False and judge.budget_bytes is not None:
         over = format_bytes(other_peak - judge.budget_bytes)
-        return f"{first}: kept, it would {spared}, and the peak would be {over} above the budget"
+        return f"{how}, it would {spared}, and the peak would be {over} above the budget"
     if change > 0:
-        return f"{first}: kept, it would {spared} and raise the peak by {format_bytes(change)}"
-    return f"{first}: kept, it would {spared} and not raise the peak"
+        return f"{how}, it would {spared} and raise the peak by {format_bytes(change)}"
+    return f"{how}, it would {spared} and not raise the peak"
 
 
 def _replays(node: PlanNode, block: int) -> int:
@@ -135,6 +135,8 @@ def _turned(node: PlanNode, block: int) -> tuple[PlanNode, ...]:
     """The node with this block the other way: a kept one recomputed by itself; else kept, its node cut around it."""
     if isinstance(node, Keep):
         return (Recompute((node,)),)
+    if isinstance(node, Selective):
+        return (Keep(block),)
     return (*_part(node, lambda i: i < block), Keep(block), *_part(node, lambda i: i > block))
 
 

@@ -53,6 +53,15 @@ def test_a_fraction_is_of_the_predicted_peak_without_checkpointing() -> None:
     assert planned.smallest_reachable_bytes == 15 * MIB
 
 
+def test_the_smallest_reachable_peak_is_that_of_the_planners_kind() -> None:
+    """Nests reach below the 15 MiB of flat plans; that peak is met and one byte less is not."""
+    least = plan_for_budget(chain(), config("optimal", budget_frac=0.5), NO_STATE, CPU).smallest_reachable_bytes
+    assert least < 15 * MIB
+    assert plan_for_budget(chain(), config("optimal", budget_bytes=least), NO_STATE, CPU).plan.feasible
+    with pytest.raises(InfeasibleTargetError):
+        plan_for_budget(chain(), config("optimal", budget_bytes=least - 1), NO_STATE, CPU)
+
+
 def test_on_cuda_a_stated_margin_is_taken_off_and_the_budget_reported_as_asked_for() -> None:
     planned = plan_for_budget(chain(), config(budget_bytes=30 * MIB), NO_STATE, CUDA)
     assert planned.margin_bytes == int(30 * MIB * CUDA_MARGIN) > 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckptplan.curve import CurvePoint, PlanCurve, plan_curve
-from ckptplan.errors import TimingOnlyProfileError, UnsupportedPlanVersionError
+from ckptplan.errors import PlannerScaleError, TimingOnlyProfileError, UnsupportedPlanVersionError
 from ckptplan.plan import parse_plan_text
 from ckptplan.planners import plan_checkpoints, smallest_reachable
 from ckptplan.planners.nested import least_peak_plan
@@ -220,3 +220,19 @@ def test_bad_input_is_named() -> None:
         plan_curve(_chain(3), most_points=1)
     with pytest.raises(TimingOnlyProfileError, match="'a'"):
         plan_curve([BlockProfile("a", timing_only=True)])
+
+
+def test_a_slowdown_allowed_gets_the_curves_least_peak_within_it() -> None:
+    chain = _chain(8, seed=11)
+    curve = plan_curve(chain, most_points=10**6)
+    assert curve.step_cost is not None
+    for ratio in (1.02, 1.1, 1.25, 1.5):
+        plan = plan_checkpoints(chain, target_kind="max_slowdown", target_value=ratio, planner="optimal")
+        allowed = (ratio - 1) * curve.step_cost * (1 + 1e-12)
+        assert plan.predicted_peak_bytes == min(p.peak_bytes for p in curve.points if p.cost <= allowed)
+
+
+def test_a_curve_beyond_reach_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptplan.planners.nested.MOST_CORNERS", 3)
+    with pytest.raises(PlannerScaleError, match="6 blocks is beyond"):
+        plan_curve(_chain(6))

@@ -47,6 +47,7 @@ __all__ = [
     "Planner",
     "PlannerResult",
     "TargetKind",
+    "least_nested_peak",
     "no_checkpoint_peak",
     "plan_checkpoints",
     "smallest_reachable",

@@ -49,9 +49,17 @@ def optimal(profile: ChainProfile, budget_bytes: int, *, cost: CostKind, memory_
     Under the additive model every recomputed block counts nothing, so that nesting has nothing to give: the flat plan.
     """
     if memory_model == "additive":
-        return dynamic_programming(profile, budget_bytes, cost=cost, memory_model=memory_model)
+        return cheapest_flat(profile, budget_bytes, cost, memory_model)
     chain = option_chain(profile, cost)
     return cheapest_plan(chain, budget_bytes, _flat_nodes(profile, budget_bytes, cost))
+
+
+def cheapest_flat(profile: ChainProfile, budget_bytes: int, cost: CostKind, memory_model: MemoryModel) -> PlannerResult:
+    """The cheapest flat plan over all options of the profile; the one of least peak where none fits."""
+    if not any(block.selective for block in profile):
+        return dynamic_programming(profile, budget_bytes, cost=cost, memory_model=memory_model)
+    chain = option_chain(additive_profile(profile) if memory_model == "additive" else profile, cost)
+    return cheapest_plan(chain, budget_bytes, None, most_blocks=1)
 
 
 def least_peak_plan(chain: OptionChain, most_blocks: int | None = None) -> tuple[PlanNode, ...]:
@@ -91,7 +99,7 @@ def cheapest_plan(
     return _refined(chain, relaxed, best, lower, limit, is_limited=limit < wanted)
 
 
-def least_nested_peak(profile: ChainProfile, memory_model: MemoryModel) -> tuple[int, str]:
+def least_nested_peak(profile: ChainProfile, memory_model: MemoryModel = "peak") -> tuple[int, str]:
     """The least peak in bytes of plans of any shape, and the stage and phase that set it; quick on long chains too.
 
     Where stretches neither repeat nor are few, segments are limited in length, and the least may be lower still.
@@ -248,17 +256,29 @@ class Tradeoff:
 
 
 def tradeoff(profile: ChainProfile, *, cost: CostKind, memory_model: MemoryModel, nested: bool) -> Tradeoff:
-    """The whole trade-off in one solve: exact where staircases stay within ``MOST_CORNERS``, else the finest grain."""
+    """The whole trade-off in one solve: exact where staircases stay within ``MOST_CORNERS``, else the finest grain.
+
+    Raises ``PlannerScaleError`` where even the coarsest one is too much.
+    """
     chain = option_chain(additive_profile(profile) if memory_model == "additive" else profile, cost)
-    limit = longest(chain) if nested and memory_model == "peak" else 1
-    most_bytes = flat_peak(chain, [0] * len(chain))
+    is_nested = nested and memory_model == "peak"
+    limit = longest(chain) if is_nested else 1
+    stretches, whole = _solved_whole(chain, limit)
+    epsilon: float | None = 0.0
+    if is_nested and limit < len(chain):
+        epsilon = None
+    elif stretches.num_merged:
+        lower = _all_budgets(chain, limit, stretches.grain, optimistic=True).whole()
+        epsilon = max(_gap(chain, int(v), lower.at(int(n)) or 0) for n, v in zip(whole.need, whole.value, strict=True))
+    return Tradeoff(tuple(whole.need.tolist()), epsilon, stretches)
+
+
+def _solved_whole(chain: OptionChain, limit: int) -> tuple[Stretches, Stairs]:
+    """The finest staircases that can be afforded."""
     total = sum(block.least for block in chain.blocks)
     solved = None
     for count in GRAINS:
-        grain = max(1, total // (4 * count)) if count else 0
-        stretches = Stretches(
-            chain, most_bytes, slack=LARGEST_VALUE, grain=grain, longest=limit, most_corners=MOST_CORNERS
-        )
+        stretches = _all_budgets(chain, limit, max(1, total // (4 * count)) if count else 0)
         try:
             solved = stretches, stretches.whole()
         except TooManyCornersError:
@@ -271,16 +291,20 @@ def tradeoff(profile: ChainProfile, *, cost: CostKind, memory_model: MemoryModel
         raise PlannerScaleError(
             f"the trade-off of {len(chain)} blocks is beyond what can be solved; plan_checkpoints answers one budget"
         )
-    stretches, whole = solved
-    epsilon: float | None = 0.0
-    if stretches.num_merged:
-        lower = Stretches(
-            chain, most_bytes, slack=LARGEST_VALUE, grain=stretches.grain, optimistic=True, longest=limit
-        ).whole()
-        epsilon = max(_gap(chain, int(v), lower.at(int(n)) or 0) for n, v in zip(whole.need, whole.value, strict=True))
-    if nested and limit < len(chain) and memory_model == "peak":
-        epsilon = None
-    return Tradeoff(tuple(whole.need.tolist()), epsilon, stretches)
+    return solved
+
+
+def _all_budgets(chain: OptionChain, limit: int, grain: int, *, optimistic: bool = False) -> Stretches:
+    """Staircases up to the peak of keeping everything."""
+    return Stretches(
+        chain,
+        flat_peak(chain, [0] * len(chain)),
+        slack=LARGEST_VALUE,
+        grain=grain,
+        optimistic=optimistic,
+        longest=limit,
+        most_corners=None if optimistic else MOST_CORNERS,
+    )
 
 
 def longest(chain: OptionChain, most_ways: int | None = None) -> int:

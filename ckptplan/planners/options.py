@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from ckptplan.plan import Keep, PlanNode, Recompute
+from ckptplan.plan import Keep, PlanNode, Recompute, Selective
 from ckptplan.planners.flat import Stages
 from ckptplan.planners.tables import Transition
 from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, StageCost, recompute_costs
@@ -114,7 +114,7 @@ class OptionChain:
 
 
 def option_chain(profile: ChainProfile, cost: CostKind | None) -> OptionChain:
-    """The chain under the peak model. Today's options are keep and, where eligible, recompute.
+    """The chain under the peak model: keep, recompute where eligible, and the profile's selective options.
 
     Without ``cost`` each run of a block costs 1, for questions that are not about cost.
     """
@@ -126,11 +126,16 @@ def option_chain(profile: ChainProfile, cost: CostKind | None) -> OptionChain:
     else:
         last_costs = recompute_costs(profile, cost)
         works = [(_full_cost(block, last, cost), last or 0.0) for block, last in zip(profile, last_costs, strict=True)]
-    unit, runs_scale = _scale(works)
+    parts = [_part_costs(block, cost) for block in profile]
+    unit, runs_scale = _scale([*works, *((figure, 0.0) for known in parts for figure in known.values())])
+    part_values = [
+        {number: round(Fraction(str(figure)) / unit) * runs_scale + 1 for number, figure in known.items()}
+        for known in parts
+    ]
     values = [tuple(round(Fraction(str(figure)) / unit) * runs_scale + 1 for figure in pair) for pair in works]
     blocks = tuple(
-        _block(block, full, last, eligible=known is not None)
-        for block, (full, last), known in zip(profile, values, last_costs, strict=True)
+        _block(block, full, last, of_parts, eligible=known is not None)
+        for block, (full, last), of_parts, known in zip(profile, values, part_values, last_costs, strict=True)
     )
     numbers: dict[Block, int] = {}
     pre, post = profile.pre, profile.post
@@ -151,9 +156,16 @@ def additive_profile(profile: ChainProfile) -> ChainProfile:
     blocks = []
     for block in profile:
         keep = replace(NOTHING, saved_bytes=block.activation_bytes_estimate or 0)
+        parts = [replace(o, cost=replace(NOTHING, saved_bytes=_part_bytes(block, o.cost))) for o in block.selective]
         blocks.append(
             replace(
-                block, keep=keep, recompute=NOTHING, output_bytes=(0,), output_is_input=(None,), output_gradient_bytes=0
+                block,
+                selective=tuple(parts),
+                keep=keep,
+                recompute=NOTHING,
+                output_bytes=(0,),
+                output_is_input=(None,),
+                output_gradient_bytes=0,
             )
         )
     return ChainProfile(tuple(blocks))
@@ -164,12 +176,40 @@ def recompute_one(block: int) -> PlanNode:
     return Recompute((Keep(block),))
 
 
-def _block(block: BlockProfile, full: int, last: int, *, eligible: bool) -> Block:
+def _part_bytes(block: BlockProfile, cost: StageCost) -> int:
+    """What stays because of the block, its own outputs included where it holds them itself."""
+    flags = spread(cost.keeps_output, len(block.output_bytes))
+    outputs = zip(block.output_bytes, block.output_is_input, flags, strict=True)
+    return cost.saved_bytes + sum(size for size, passed, kept in outputs if kept and passed is None)
+
+
+@dataclass(frozen=True)
+class KeepPart:
+    """Makes the node that keeps some outputs of a block; equal ones let equal blocks stay equal."""
+
+    saved_ops: tuple[str, ...]
+
+    def __call__(self, block: int) -> PlanNode:
+        return Selective(block, self.saved_ops)
+
+
+def _part_costs(block: BlockProfile, cost: CostKind | None) -> dict[int, float]:
+    """What each selective option adds to a step, by its number; those without a figure cannot be planned."""
+    if cost is None:
+        return dict.fromkeys(range(len(block.selective)), 1.0)
+    figures = ((n, o.flops if cost == "flops" else o.time_ms) for n, o in enumerate(block.selective))
+    return {number: figure for number, figure in figures if figure is not None}
+
+
+def _block(block: BlockProfile, full: int, last: int, parts: dict[int, int], *, eligible: bool) -> Block:
     assert block.keep is not None  # require_memory
     again = block.recompute if eligible else None
     options = [Option(block.keep, 0, Keep)]
     if again is not None:
         options.append(Option(again, last, recompute_one))
+    for number, value in parts.items():
+        option = block.selective[number]
+        options.append(Option(option.cost, value, KeepPart(option.saved_ops)))
     outputs = tuple(zip(block.output_bytes, block.output_is_input, strict=True))
     return Block(outputs, tuple(options), block.keep, again, block.output_gradient_bytes, full, last)
 

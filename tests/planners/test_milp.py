@@ -85,5 +85,5 @@ def test_no_time_leaves_the_plan_of_least_peak_and_an_honest_gap(make_random: Ma
 
 def test_without_scipy_it_says_what_to_install(make_equal: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(ModuleNotFoundError, match=r"planner 'ilp' needs scipy.*\[ilp\].*planner 'dp'"):
+    with pytest.raises(ModuleNotFoundError, match=r"planner 'ilp' needs scipy.*\[solvers\].*planner 'dp'"):
         _plan(make_equal(3, 100), 350)
