@@ -46,7 +46,16 @@ class NanLoss(GPT):
 
 
 class Breaks(GPT):
-    """Its forward fails."""
+    """Its forward fails on every batch."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         raise RuntimeError("the user's own fault")
+
+
+class BreaksLater(GPT):
+    """Its forward fails where gradients are wanted: not at the first look at it."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise RuntimeError("the user's own fault")
+        return super().forward(inputs)

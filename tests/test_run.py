@@ -207,9 +207,14 @@ class TestEnds:
         assert "optimizer state" in caplog.text
         assert "Use a smaller budget or data.batch_size" in caplog.text
 
+    def test_a_model_that_fails_on_its_data_is_told_with_both_names_before_anything_is_measured(self, run) -> None:
+        with pytest.raises(ConfigError, match=r"Breaks failed on a batch of synthetic_tokens \(int64\[4, 16\]\): the user"):
+            run("planner=dp", target="Breaks")
+        assert not (run.folder / "profile.json").exists()
+
     def test_a_fault_of_the_users_model_is_a_failed_run_and_raised(self, run) -> None:
         with pytest.raises(RuntimeError, match="the user's own fault"):
-            run("planner=dp", target="Breaks")
+            run("planner=dp", target="BreaksLater")
         result = load_result(run.folder)
         assert result["status"] == "failed"
         assert result["error"] == {"type": "RuntimeError", "message": "the user's own fault", "signal": None}
