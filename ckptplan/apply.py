@@ -22,7 +22,7 @@ from ckptplan.graph import Output
 from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, Selective, blocks_of
 from ckptplan.recompute import Guards, buffer_slots, run_recomputed
 from ckptplan.replay import run_replayed
-from ckptplan.validate import validate_plan
+from ckptplan.validate import require_plan, validate_plan
 
 CallBlock = Callable[[int, Any], Any]  # (block number, what the previous one returned) -> output
 
@@ -40,7 +40,6 @@ def apply_plan(
     Raises:
         PlanIncompatibleError: the plan is not one for these blocks (every fault at once).
     """
-    _require_types(plan, blocks)
     validate_plan(plan, blocks, example_inputs, example_kwargs)
     return CheckpointedSequential(blocks, plan)
 
@@ -131,10 +130,10 @@ class checkpointed:
     """
 
     def __init__(self, model: nn.Module, plan: CheckpointPlan) -> None:
-        _require_types(plan)
+        require_plan(plan)
         self.blocks = _named_blocks(model, plan)
-        validate_plan(plan, self.blocks)
         self._require_own_forwards()
+        validate_plan(plan, self.blocks)
         self.plan = plan
         self._how = _how_to_run(plan, [block.module for block in self.blocks])
 
@@ -277,17 +276,6 @@ def _is_called_with(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return not args and kwargs.keys() == output.keys() and all(kwargs[key] is output[key] for key in output)
     given = tuple(output) if isinstance(output, (tuple, list)) else (output,)
     return not kwargs and len(args) == len(given) and all(a is b for a, b in zip(args, given, strict=True))
-
-
-def _require_types(plan: Any, blocks: Sequence[Any] = ()) -> None:
-    if not isinstance(plan, CheckpointPlan):
-        raise TypeError(
-            f"plan is a {type(plan).__name__}; expected a CheckpointPlan, as plan_checkpoints or "
-            "CheckpointPlan.from_text gives"
-        )
-    for block in blocks:
-        if not isinstance(block, CheckpointableBlock):
-            raise TypeError(f"blocks holds a {type(block).__name__}; expected what declare_blocks gave")
 
 
 def _named_blocks(model: nn.Module, plan: CheckpointPlan) -> tuple[CheckpointableBlock, ...]:

@@ -31,9 +31,7 @@ def validate_plan(
         PlanIncompatibleError: with ``.faults``.
         TypeError: ``plan`` is no plan, or ``blocks`` are not what ``declare_blocks`` gives.
     """
-    if not isinstance(plan, CheckpointPlan):
-        hint = "; CheckpointPlan.from_text(text, profile) makes one" if isinstance(plan, str) else ""
-        raise TypeError(f"plan is a {type(plan).__name__}; expected a CheckpointPlan{hint}")
+    require_plan(plan)
     require_blocks(blocks)
     faults = _block_faults(plan, blocks)
     if not faults:
@@ -51,6 +49,13 @@ def validate_plan(
             faults.append(f"no block takes the keyword argument {name!r}")
     if faults:
         raise PlanIncompatibleError(faults)
+
+
+def require_plan(plan: object) -> None:
+    """Raise ``TypeError`` unless ``plan`` is a ``CheckpointPlan``."""
+    if not isinstance(plan, CheckpointPlan):
+        hint = "; CheckpointPlan.from_text(text, profile) makes one" if isinstance(plan, str) else ""
+        raise TypeError(f"plan is a {type(plan).__name__}; expected a CheckpointPlan{hint}")
 
 
 def _block_faults(plan: CheckpointPlan, blocks: Sequence[CheckpointableBlock]) -> list[str]:
