@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ckptplan import cli, sweeps
 from ckptplan.config import RunConfig
-from ckptplan.record import METRIC_KEYS, STATUS_EXIT_CODES
+from ckptplan.record import METRIC_KEYS, STATUS_EXIT_CODES, RunResult, flatten
 
 REPOSITORY = Path(cli.__file__).resolve().parent.parent
 DOCS = REPOSITORY / "docs"
@@ -275,6 +275,13 @@ def test_every_key_of_the_shipped_files_is_told(group: str) -> None:
 def test_every_metric_and_every_experiment_is_told() -> None:
     names = [*METRIC_KEYS, *(path.stem for path in (REPOSITORY / "conf" / "experiment").glob("*.yaml"))]
     assert [name for name in names if f"`{name}`" not in CONFIGURATION] == []
+
+
+def test_every_key_of_the_result_is_explained() -> None:
+    section = CONFIGURATION.partition("The keys of `result.json`")[2].partition("## ")[0]
+    told = set(re.findall(r"`(?:\w+/)?(\w+)`", section))
+    keys = {name.rpartition("/")[2] for name in flatten(RunResult().to_dict())} - {"schema"}
+    assert keys - told == set()
 
 
 def test_no_page_says_where_it_was_written() -> None:
