@@ -1,0 +1,328 @@
+"""The manifest of a checkpoint: read with suspicion, so that everything after it can rely on it.
+
+It is JSON with one last line, the digest of all bytes before it. `parse_manifest` checks the digest, the form of every
+field, that every span lies within its file and no two overlap, and that every tensor lies within its span.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ckptplan.errors import DamagedCheckpointError, UnsupportedStateVersionError
+from ckptplan.state.ids import is_file_name, is_name
+from ckptplan.state.writer_program import checksum, split_digest
+from ckptplan.units import GIB, MIB
+
+FORMAT = "ckptplan-state"
+VERSION = 1
+MOST_MANIFEST_BYTES = GIB
+_DIGITS_PER_CHUNK = 32
+_BIG = 2**62
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex128": 16, "complex64": 8, "complex32": 4,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+}  # fmt: skip
+_NUMPY_DTYPE = re.compile(r"[<>|=]([biufcSUmM])([0-9]{1,9})(\[[0-9]{0,6}[A-Za-z]{1,2}\])?")
+
+
+@dataclass(frozen=True)
+class View:
+    """How a tensor looks at its span: dtype, shape, offset in bytes, strides in elements (None: dense, all of it)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    span: int
+    offset_bytes: int = 0
+    stride: tuple[int, ...] | None = None
+    is_parameter: bool = False
+    requires_grad: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry in the manifest; what is usual is left out."""
+        entry: dict[str, Any] = {"dtype": self.dtype, "shape": self.shape, "span": self.span}
+        if self.stride is not None:
+            entry |= {"offset": self.offset_bytes, "stride": self.stride}
+        if self.is_parameter or self.requires_grad:
+            entry |= {"parameter": self.is_parameter, "requires_grad": self.requires_grad}
+        return entry
+
+
+@dataclass(frozen=True)
+class StoredSpan:
+    """Where a span lies, and the checksums of its chunks (16 bytes each)."""
+
+    file: int
+    name: str
+    offset_bytes: int
+    size_bytes: int
+    chunks: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of the checkpoint; `checksum` is that of its first `header_bytes` bytes."""
+
+    name: str
+    item: str
+    size_bytes: int
+    header_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class StoredItem:
+    """An item: its scope ("global" or "per_rank") and its tree of typed JSON."""
+
+    scope: str
+    tree: Any
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank has written."""
+
+    rank: int
+    chunk_bytes: int
+    files: tuple[StoredFile, ...]
+    spans: tuple[StoredSpan, ...]
+    tensors: tuple[View, ...]
+    items: Mapping[str, StoredItem]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A finished checkpoint. `sequence` grows with every save of the folder; `time_unix_s` is for people only."""
+
+    checkpoint_id: str
+    attempt: str
+    sequence: int
+    time_unix_s: float
+    world_size: int
+    resumed_from: str | None
+    libraries: Mapping[str, str]
+    metrics: Mapping[str, float]
+    ranks: tuple[RankPart, ...] = field(default=())
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensor files."""
+        return sum(file.size_bytes for part in self.ranks for file in part.files)
+
+    def item_names(self) -> list[str]:
+        """The items, in the order of saving."""
+        return list(dict.fromkeys(name for part in self.ranks for name in part.items))
+
+
+def parse_manifest(content: bytes, checkpoint_id: str) -> Manifest:
+    """The manifest in these bytes. Raises DamagedCheckpointError or UnsupportedStateVersionError."""
+    body, digest = split_digest(content)
+    if digest != checksum(body + b"\n"):
+        what = "has no digest in its last line: it is cut off" if not digest else "does not match its own digest"
+        raise _damaged(checkpoint_id, f"manifest.json {what}")
+    try:
+        document = json.loads(body, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        _require_version(document, checkpoint_id)
+        return _manifest(document)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(checkpoint_id, f"manifest.json: {error}") from None
+
+
+def sequence_in_damaged(content: bytes) -> int | None:
+    """The sequence number that a manifest which cannot be trusted seems to carry."""
+    match = re.search(rb'"sequence":([0-9]{1,18})[,}]', content[:65536])
+    return int(match[1]) if match else None
+
+
+def _damaged(checkpoint_id: str, fault: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"checkpoint {checkpoint_id!r} is damaged", [fault], checkpoint_id=checkpoint_id)
+
+
+def _require_version(document: Any, checkpoint_id: str) -> None:
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ValueError(f"this is not a manifest of the format {FORMAT}")
+    if document.get("version") != VERSION:
+        found = document.get("version")
+        message = f"checkpoint {checkpoint_id!r} has format version {found!r:.20}; this ckptplan reads version {VERSION}"
+        raise UnsupportedStateVersionError(message)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key occurs twice in one object")
+    return made
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+# --- the fields --------------------------------------------------------------------------------------------------------
+
+
+def _require(condition: bool, where: str, expected: str, found: Any) -> None:
+    if not condition:
+        raise ValueError(f"{where}: expected {expected}, found {found!r:.80}")
+
+
+def _field(entry: Any, key: str, where: str, check: Callable[[Any], bool], expected: str) -> Any:
+    _require(isinstance(entry, dict), where, "an object", entry)
+    value = entry.get(key)
+    _require(key in entry and check(value), f"{where}.{key}", expected, value)
+    return value
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _BIG
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _count(entry: Any, key: str, where: str) -> int:
+    return int(_field(entry, key, where, _is_count, "a whole number >= 0"))
+
+
+def _list(entry: Any, key: str, where: str) -> list[Any]:
+    return list(_field(entry, key, where, lambda value: isinstance(value, list), "a list"))
+
+
+def _manifest(document: dict[str, Any]) -> Manifest:
+    where = "manifest"
+    checkpoint_id = _field(document, "id", where, lambda value: _is_text(value) and is_name(value), "a name")
+    ranks = _list(document, "ranks", where)
+    world_size = _count(document, "world_size", where)
+    _require(len(ranks) == world_size > 0, "manifest.ranks", f"{world_size} parts", len(ranks))
+    time_unix_s = _field(document, "time_unix_s", where, lambda value: type(value) in (int, float), "a number")
+    resumed_from = document.get("resumed_from")
+    _require(resumed_from is None or _is_text(resumed_from), "manifest.resumed_from", "a name or null", resumed_from)
+    parts = tuple(_part(entry, rank) for rank, entry in enumerate(ranks))
+    names = [file.name for part in parts for file in part.files]
+    _require(len(names) == len(set(names)), "manifest.ranks", "file names that occur once", names)
+    return Manifest(
+        checkpoint_id=checkpoint_id,
+        attempt=_field(document, "attempt", where, _is_text, "text"),
+        sequence=_count(document, "sequence", where),
+        time_unix_s=float(time_unix_s),
+        world_size=world_size,
+        resumed_from=resumed_from,
+        libraries=_text_to(document, "libraries", _is_text, "text"),
+        metrics={name: float.fromhex(value) for name, value in _text_to(document, "metrics", _is_text, "text").items()},
+        ranks=parts,
+    )
+
+
+def _text_to(document: Any, key: str, check: Callable[[Any], bool], expected: str) -> dict[str, Any]:
+    entries = _field(document, key, "manifest", lambda value: isinstance(value, dict), "an object")
+    for name, value in entries.items():
+        _require(check(value), f"manifest.{key}.{name}", expected, value)
+    return dict(entries)
+
+
+def _part(entry: Any, rank: int) -> RankPart:
+    where = f"manifest.ranks.{rank}"
+    _require(_count(entry, "rank", where) == rank, f"{where}.rank", str(rank), entry.get("rank"))
+    chunk_bytes = _count(entry, "chunk_bytes", where)
+    _require(0 < chunk_bytes <= 64 * MIB, f"{where}.chunk_bytes", "1 byte to 64 MiB", chunk_bytes)
+    files = tuple(_file(file, f"{where}.files.{index}") for index, file in enumerate(_list(entry, "files", where)))
+    spans = tuple(
+        _span(span, f"{where}.spans.{index}", files, chunk_bytes)
+        for index, span in enumerate(_list(entry, "spans", where))
+    )
+    _require_full_cover(files, spans, where)
+    tensors = tuple(
+        _view(view, f"{where}.tensors.{index}", spans) for index, view in enumerate(_list(entry, "tensors", where))
+    )
+    items = _field(entry, "items", where, lambda value: isinstance(value, dict), "an object")
+    return RankPart(rank, chunk_bytes, files, spans, tensors, {name: _item(name, item) for name, item in items.items()})
+
+
+def _file(entry: Any, where: str) -> StoredFile:
+    name = _field(entry, "name", where, is_file_name, "the name of a file in the checkpoint")
+    item = _field(entry, "item", where, lambda value: _is_text(value) and is_name(value), "the name of an item")
+    size_bytes, header_bytes = _count(entry, "size", where), _count(entry, "header", where)
+    _require(8 <= header_bytes <= size_bytes, f"{where}.header", "8 bytes to the size of the file", header_bytes)
+    digest = _field(entry, "checksum", where, _is_hex, "hexadecimal digits")
+    return StoredFile(name, item, size_bytes, header_bytes, digest)
+
+
+def _is_hex(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]*", value) is not None
+
+
+def _span(entry: Any, where: str, files: tuple[StoredFile, ...], chunk_bytes: int) -> StoredSpan:
+    file = _field(entry, "file", where, lambda value: _is_count(value) and value < len(files), "the number of a file")
+    offset_bytes, size_bytes = _count(entry, "offset", where), _count(entry, "size", where)
+    name = _field(entry, "name", where, _is_text, "text")
+    inside = files[file].header_bytes <= offset_bytes and offset_bytes + size_bytes <= files[file].size_bytes
+    _require(inside, where, f"a place within {files[file].name}", (offset_bytes, size_bytes))
+    chunks = _field(entry, "chunks", where, _is_hex, "hexadecimal digits")
+    count = -(-size_bytes // chunk_bytes)
+    _require(len(chunks) == count * _DIGITS_PER_CHUNK, f"{where}.chunks", f"{count} checksums", chunks)
+    digests = bytes.fromhex(chunks)
+    return StoredSpan(
+        file, name, offset_bytes, size_bytes, tuple(digests[16 * index : 16 * index + 16] for index in range(count))
+    )
+
+
+def _require_full_cover(files: tuple[StoredFile, ...], spans: tuple[StoredSpan, ...], where: str) -> None:
+    """Every byte of every file is in its header or in exactly one span, so every byte has a checksum."""
+    ends = [file.header_bytes for file in files]
+    for span in sorted(spans, key=lambda span: (span.file, span.offset_bytes, span.size_bytes)):
+        _require(span.offset_bytes == ends[span.file], where, f"spans that follow each other (at {span.name!r:.60})", span.offset_bytes)
+        ends[span.file] += span.size_bytes
+    for file, end in zip(files, ends, strict=True):
+        _require(end == file.size_bytes, where, f"spans that fill {file.name}", (end, file.size_bytes))
+
+
+def _view(entry: Any, where: str, spans: tuple[StoredSpan, ...]) -> View:
+    dtype = _field(entry, "dtype", where, _is_text, "text")
+    item_bytes = dtype_bytes(dtype)
+    _require(item_bytes > 0, f"{where}.dtype", "a dtype of this format", dtype)
+    shape = _counts(entry, "shape", where)
+    index = _field(entry, "span", where, lambda value: _is_count(value) and value < len(spans), "the number of a span")
+    offset_bytes, stride = 0, None
+    needed = prod(shape) * item_bytes
+    if "stride" in entry:
+        stride, offset_bytes = _counts(entry, "stride", where), _count(entry, "offset", where)
+        _require(len(stride) == len(shape), f"{where}.stride", f"{len(shape)} strides", stride)
+        _require(offset_bytes % item_bytes == 0, f"{where}.offset", f"a multiple of {item_bytes}", offset_bytes)
+        last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        needed = 0 if 0 in shape else offset_bytes + (1 + last) * item_bytes
+        _require(needed <= spans[index].size_bytes, where, "a tensor within its span", (needed, spans[index].size_bytes))
+    else:
+        _require(needed == spans[index].size_bytes, where, f"a span of {needed} bytes", spans[index].size_bytes)
+    flags = [entry.get(key, False) for key in ("parameter", "requires_grad")]
+    _require(all(isinstance(flag, bool) for flag in flags), where, "flags", flags)
+    return View(dtype, shape, index, offset_bytes, stride, *flags)
+
+
+def _counts(entry: Any, key: str, where: str) -> tuple[int, ...]:
+    counts = _list(entry, key, where)
+    _require(len(counts) <= 64 and all(_is_count(count) for count in counts), f"{where}.{key}", "whole numbers", counts)
+    return tuple(counts)
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element of a torch dtype by name, or of a NumPy dtype such as "<f4"; 0 for neither."""
+    match = _NUMPY_DTYPE.fullmatch(dtype)
+    if match is None:
+        return DTYPE_BYTES.get(dtype, 0)
+    return int(match[2]) * (4 if match[1] == "U" else 1)
+
+
+def _item(name: str, entry: Any) -> StoredItem:
+    where = f"manifest.items.{name:.80}"
+    _require(is_name(name), where, "the name of an item", name)
+    scope = _field(entry, "scope", where, lambda value: value in ("global", "per_rank"), "global or per_rank")
+    _require("tree" in entry, f"{where}.tree", "a tree", None)
+    return StoredItem(scope, entry["tree"])
