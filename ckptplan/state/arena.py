@@ -70,7 +70,7 @@ class Arena:
         self._populating: threading.Thread | None = None
 
     def fit(self, plans: Sequence[FilePlan]) -> None:
-        """Makes room for these files; slabs that are big enough are used again. Raises SaveFailedError for no memory."""
+        """Makes room for these files; slabs that are big enough are used again. SaveFailedError: no memory."""
         self.wait_for_population()
         sizes, self.images = _place(plans)
         for number, size in enumerate(sizes):
@@ -138,6 +138,10 @@ class Arena:
                     _pwrite_all(descriptor, memory_of(span), offset + position)
             filled(file)
 
+        def fill_lane(files: list[int]) -> None:
+            for file in files:
+                fill(file)
+
         if any(slab.descriptor < 0 for slab in self.slabs):
             for file, plan in enumerate(plans):
                 self._fill_warm(file, plan, spans, threads)
@@ -152,7 +156,7 @@ class Arena:
                 fill(file)
             return
         with ThreadPoolExecutor(threads, thread_name_prefix="ckptplan-state-copy") as pool:
-            for future in [pool.submit(lambda files: [fill(file) for file in files], lane) for lane in lanes.values()]:
+            for future in [pool.submit(fill_lane, lane) for lane in lanes.values()]:
                 future.result()
 
     def _fill_warm(self, file: int, plan: FilePlan, spans: Sequence[Span], threads: int) -> None:

@@ -67,9 +67,7 @@ class TorchDistributed:
         padded[: mine.numel()] = mine
         parts = [torch.zeros_like(padded) for _ in range(self.world_size)]
         dist.all_gather(parts, padded, group=self._group)
-        return [
-            json.loads(bytes(part[: int(size)].cpu().tolist())) for part, size in zip(parts, sizes, strict=True)
-        ]
+        return [json.loads(bytes(part[: int(size)].cpu().tolist())) for part, size in zip(parts, sizes, strict=True)]
 
 
 def current_coordinator() -> Coordinator:

@@ -86,8 +86,7 @@ def best_of(infos: Sequence[CheckpointInfo], metric: str, mode: str, count: int 
     """The best first; of equal ones the newer. Those without the metric, or with NaN, are never the best."""
     known = [info for info in infos if not math.isnan(info.metrics.get(metric, math.nan))]
     sign = 1 if mode == "min" else -1
-    ordered = sorted(reversed(known), key=lambda info: sign * info.metrics[metric])
-    return ordered[:count]
+    return sorted(known, key=lambda info: (sign * info.metrics[metric], -(info.sequence or 0)))[:count]
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
@@ -135,7 +134,7 @@ class Folder:
 
     def exists(self, checkpoint_id: str) -> bool:
         """Whether the id is taken, by a good checkpoint or a damaged one."""
-        return checkpoint_id in self._candidates()
+        return MANIFEST in self.storage.names(checkpoint_id)
 
     def forget(self, checkpoint_id: str) -> None:
         """Reads the manifest of this id again when it is next asked for."""

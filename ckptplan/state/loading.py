@@ -84,7 +84,9 @@ class Load:
         with torch.no_grad():
             by_span = self._by_span()
             for part in self._manifest.ranks:
-                self._fill_templates(part, {span: found for (rank, span), found in by_span.items() if rank == part.rank})
+                self._fill_templates(
+                    part, {span: found for (rank, span), found in by_span.items() if rank == part.rank}
+                )
             for item in self._items:
                 for request in item.requests:
                     if request.target is None:
@@ -125,7 +127,9 @@ class Load:
         spans = [span for _, span in places]
         faults = self._read(part, spans, places, check=False)
         if faults:  # the same bytes were read a moment ago
-            message = f"checkpoint {self._manifest.checkpoint_id!r} could not be read a second time; some values are loaded"
+            message = (
+                f"checkpoint {self._manifest.checkpoint_id!r} could not be read a second time; some values are loaded"
+            )
             raise DamagedCheckpointError(message, faults, checkpoint_id=self._manifest.checkpoint_id)
 
     def _fill_templates(self, part: RankPart, by_span: dict[int, list[Request]]) -> None:
@@ -251,5 +255,3 @@ def _conflicts(requests: list[tuple[RankPart, Request]]) -> list[str]:
         if last is None or device != last[0][0] or end > last[1]:
             last = entry
     return faults
-
-

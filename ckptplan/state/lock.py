@@ -1,4 +1,4 @@
-"""One writer per folder: an advisory lock on `<location>/.lock`, which a writer that lost its trainer goes on holding."""
+"""One writer per folder: an advisory lock on `<location>/.lock`, held also by a writer that lost its trainer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def _wait_for(descriptor: int, location: Path, timeout_s: float) -> None:
                 f"{location} is being written by {who}; give each run its own folder, or close the other manager"
             )
         if waited_s > timeout_s:
-            raise FolderInUseError(f"{location} is still being written by the writer of an ended run after {timeout_s} s")
+            raise FolderInUseError(
+                f"{location} is still being written by the writer of an ended run after {timeout_s} s"
+            )
         if not told:
             _log.warning("waiting for the writer of an ended run to finish in %s", location)
             told = True

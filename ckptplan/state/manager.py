@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import builtins
 import logging
-import math
 import os
 import platform
 import time
@@ -41,8 +40,8 @@ from ckptplan.state.lock import FolderLock
 from ckptplan.state.manifest import FORMAT, VERSION
 from ckptplan.state.saving import Job, Saver, as_save_failure
 from ckptplan.state.snapshot import Encoded, Snapshot, Snapshots, encode_items
-from ckptplan.state.storage import Storage
-from ckptplan.state.writer_program import delete_folder, pack_job
+from ckptplan.state.storage import Storage, delete_checkpoint
+from ckptplan.state.writer_program import pack_job
 
 _log = logging.getLogger(__name__)
 _managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
@@ -89,7 +88,7 @@ class CheckpointManager:
             self._saver.start_writer()
         _managers.add(self)
 
-    # --- saving --------------------------------------------------------------------------------------------------------
+    # --- saving ---
 
     def save(
         self,
@@ -156,7 +155,7 @@ class CheckpointManager:
         if problem is not None:
             raise problem
 
-    # --- loading -------------------------------------------------------------------------------------------------------
+    # --- loading ---
 
     def load(
         self,
@@ -199,7 +198,7 @@ class CheckpointManager:
         into.update(loaded)
         return into
 
-    # --- the folder ----------------------------------------------------------------------------------------------------
+    # --- the folder ---
 
     def list(self) -> list[CheckpointInfo]:
         """All finished checkpoints in the order of saving."""
@@ -243,7 +242,7 @@ class CheckpointManager:
         self._lock(place)
         delete_checkpoint(place.storage, name)
 
-    # --- the end -------------------------------------------------------------------------------------------------------
+    # --- the end ---
 
     def close(self) -> None:
         """Waits for pending saves (bounded by `timeout_s`), ends the writer, gives up the folder. Twice is fine.
@@ -277,7 +276,7 @@ class CheckpointManager:
             # The exception of training is the one to be seen.
             _log.error("while leaving after %s: %s", type(error).__name__, failure)
 
-    # --- inside --------------------------------------------------------------------------------------------------------
+    # --- inside ---
 
     def _require_usable(self) -> None:
         if self._state == "forked":
@@ -316,7 +315,9 @@ class CheckpointManager:
             place.lock = FolderLock.take(location, self.config.timeout_s)
             left = place.folder.left_overs()
             if left:
-                _log.warning("left by interrupted saves, ignored, deleted after the next good save: %s", ", ".join(left))
+                _log.warning(
+                    "left by interrupted saves, ignored, deleted after the next good save: %s", ", ".join(left)
+                )
         return place.lock.descriptor
 
     def _raise_unseen(self, coordinator: Coordinator | None = None) -> StateError | None:
@@ -364,7 +365,7 @@ class CheckpointManager:
                     lock = self._lock(place)
                     decision = self._decide(place, name, metrics, coordinator.world_size)
         except Exception as caught:
-            error = as_save_failure(caught, name) if not isinstance(caught, StateError) else caught
+            error = as_save_failure(caught, name)
         scopes = _agree_on_scopes(coordinator, specs, encoded, error)
         decision = coordinator.all_gather(decision)[0]
         snapshot = self._snapshots.plan(encoded, specs, scopes, coordinator.rank)
@@ -496,15 +497,6 @@ class CheckpointManager:
 
 def _has_saved(place: _Place) -> None:
     place.resumed = None  # everything newer has been moved aside
-
-
-def delete_checkpoint(storage: Storage, name: str) -> None:
-    """Takes a checkpoint away so that no half of it is ever seen."""
-    if storage.local_path is not None:
-        delete_folder(str(storage.local_path), name)
-        return
-    storage.delete(f"{name}/manifest.json")  # without it the rest is no checkpoint
-    storage.delete(name)
 
 
 def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:

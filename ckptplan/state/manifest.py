@@ -150,7 +150,9 @@ def _require_version(document: Any, checkpoint_id: str) -> None:
         raise ValueError(f"this is not a manifest of the format {FORMAT}")
     if document.get("version") != VERSION:
         found = document.get("version")
-        message = f"checkpoint {checkpoint_id!r} has format version {found!r:.20}; this ckptplan reads version {VERSION}"
+        message = (
+            f"checkpoint {checkpoint_id!r} has format version {found!r:.20}; this ckptplan reads version {VERSION}"
+        )
         raise UnsupportedStateVersionError(message)
 
 
@@ -165,7 +167,7 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
-# --- the fields --------------------------------------------------------------------------------------------------------
+# --- the fields ---
 
 
 def _require(condition: bool, where: str, expected: str, found: Any) -> None:
@@ -278,7 +280,12 @@ def _require_full_cover(files: tuple[StoredFile, ...], spans: tuple[StoredSpan, 
     """Every byte of every file is in its header or in exactly one span, so every byte has a checksum."""
     ends = [file.header_bytes for file in files]
     for span in sorted(spans, key=lambda span: (span.file, span.offset_bytes, span.size_bytes)):
-        _require(span.offset_bytes == ends[span.file], where, f"spans that follow each other (at {span.name!r:.60})", span.offset_bytes)
+        _require(
+            span.offset_bytes == ends[span.file],
+            where,
+            f"spans that follow each other (at {span.name!r:.60})",
+            span.offset_bytes,
+        )
         ends[span.file] += span.size_bytes
     for file, end in zip(files, ends, strict=True):
         _require(end == file.size_bytes, where, f"spans that fill {file.name}", (end, file.size_bytes))
@@ -298,7 +305,9 @@ def _view(entry: Any, where: str, spans: tuple[StoredSpan, ...]) -> View:
         _require(offset_bytes % item_bytes == 0, f"{where}.offset", f"a multiple of {item_bytes}", offset_bytes)
         last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         needed = 0 if 0 in shape else offset_bytes + (1 + last) * item_bytes
-        _require(needed <= spans[index].size_bytes, where, "a tensor within its span", (needed, spans[index].size_bytes))
+        _require(
+            needed <= spans[index].size_bytes, where, "a tensor within its span", (needed, spans[index].size_bytes)
+        )
     else:
         _require(needed == spans[index].size_bytes, where, f"a span of {needed} bytes", spans[index].size_bytes)
     flags = [entry.get(key, False) for key in ("parameter", "requires_grad")]

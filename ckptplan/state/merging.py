@@ -117,7 +117,7 @@ class _Merger:
         return lambda: decode(node, path, lambda path, tag, number: requests[path].value)
 
     def _tensor(self, node: Json, template: torch.Tensor, path: str) -> Finish:
-        tag, content = tag_of(node, path) if isinstance(node, dict) else ("", None)
+        tag, content = self._tag(node, path)
         if tag != "tensor":
             return self._fault(path, f"expected a tensor {describe(template)}, stored is {self._describe(node, path)}")
         view = self._tensors[content] if content < len(self._tensors) else None
@@ -131,7 +131,7 @@ class _Merger:
         return lambda: template
 
     def _array(self, node: Json, template: np.ndarray[Any, Any], path: str) -> Finish:
-        tag, content = tag_of(node, path) if isinstance(node, dict) else ("", None)
+        tag, content = self._tag(node, path)
         view = self._tensors[content] if tag == "array" and content < len(self._tensors) else None
         if view is None or view.dtype != template.dtype.str or view.shape != template.shape:
             return self._fault(path, f"expected {describe(template)}, stored is {self._describe(node, path)}")
@@ -185,20 +185,25 @@ class _Merger:
         return finish
 
     def _tuple(self, node: Json, template: tuple[Any, ...], path: str) -> Finish:
-        tag, content = tag_of(node, path) if isinstance(node, dict) else ("", None)
+        tag, content = self._tag(node, path)
         kind = "namedtuple" if hasattr(template, "_fields") else "size" if isinstance(template, torch.Size) else "tuple"
         if tag != kind:
             return self._fault(path, f"expected a {kind}, stored is {self._describe(node, path)}")
         nodes = content[3] if tag == "namedtuple" else content
-        if len(nodes) != len(template) or (tag == "namedtuple" and content[2] != list(template._fields)):  # type: ignore[attr-defined]
+        if len(nodes) != len(template) or (tag == "namedtuple" and content[2] != list(template._fields)):
             return self._fault(path, f"expected {kind} of {len(template)}, stored is one of {len(nodes)}")
-        parts = [self.merge(part, inner, f"{path}.{index}") for index, (part, inner) in enumerate(zip(nodes, template, strict=True))]
+        parts = [
+            self.merge(part, inner, f"{path}.{index}")
+            for index, (part, inner) in enumerate(zip(nodes, template, strict=True))
+        ]
         if tag == "namedtuple":
             return lambda: tuple.__new__(type(template), [part() for part in parts])
         return lambda: build_sequence(tag, content, [part() for part in parts], path)
 
     def _leaf(self, node: Json, template: Any, path: str) -> Finish:
-        if isinstance(node, list) or (isinstance(node, dict) and tag_of(node, path)[0] in (*CONTAINERS, "tensor", "array")):
+        if isinstance(node, list) or (
+            isinstance(node, dict) and tag_of(node, path)[0] in (*CONTAINERS, "tensor", "array")
+        ):
             return self._fault(path, f"expected {describe(template)}, stored is {self._describe(node, path)}")
         value = decode(node, path, _no_tensor)
         numbers = (int, float)
@@ -275,7 +280,9 @@ class _Merger:
             # A scheduler adds keys to the groups, so only what this optimizer needs must be there.
             missing = [key for key in own if key not in (group or {}) and key != "initial_lr"]
             if missing and self._strict:
-                self._fault(f"{path}.{index}", f"missing in the checkpoint: {', '.join(missing)}; is it another optimizer?")
+                self._fault(
+                    f"{path}.{index}", f"missing in the checkpoint: {', '.join(missing)}; is it another optimizer?"
+                )
 
     def _object(self, node: Json, template: Any, path: str) -> Finish:
         """An object knows its own state; only the names at the top are compared, where it has some already."""
@@ -283,7 +290,9 @@ class _Merger:
         if isinstance(live, dict) and live and pairs is not None:
             self._compare_keys(pairs, live, path)
         elif isinstance(live, dict) and pairs is None:
-            return self._fault(path, f"expected the state of {type(template).__name__}, stored is {self._describe(node, path)}")
+            return self._fault(
+                path, f"expected the state of {type(template).__name__}, stored is {self._describe(node, path)}"
+            )
         finish = self._everything(node, path)
 
         def load() -> Any:
@@ -291,6 +300,9 @@ class _Merger:
             return template
 
         return load
+
+    def _tag(self, node: Json, path: str) -> tuple[str, Any]:
+        return tag_of(node, path) if isinstance(node, dict) else ("", None)
 
     def _pairs(self, node: Json, path: str) -> dict[int | str, Json] | None:
         if not isinstance(node, dict):

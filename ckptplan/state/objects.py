@@ -47,7 +47,9 @@ def fills_in_place(module: torch.nn.Module, state: dict[str, Any]) -> bool:
     Not so for extra state, for hooks and own methods that want to see the load, and for a state made of copies.
     """
     own = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
-    if not all(isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in own for value in state.values()):
+    if not all(
+        isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in own for value in state.values()
+    ):
         return False
     return all(not _watches_loading(part) for part in module.modules())
 

@@ -51,7 +51,8 @@ class Job:
 
     def fail(self, error: BaseException) -> None:
         """The checkpoint will not be."""
-        self.future.fail(as_save_failure(error, self.info.checkpoint_id))
+        wrapped = as_save_failure(error, self.info.checkpoint_id) if isinstance(error, Exception) else error
+        self.future.fail(wrapped)
         self.done.set()
         self.cleaned.set()
 
@@ -132,9 +133,10 @@ class Saver:
             if not self._has_told_of_memory:
                 self._has_told_of_memory = True
                 _log.warning(
-                    "a snapshot needs %s more and %s is free: saves are written on the spot and hold training up meanwhile",
-                    format_bytes(growth), format_bytes(available),
-                )  # fmt: skip
+                    "a snapshot needs %s more and %s is free: saves are written on the spot, and training waits",
+                    format_bytes(growth),
+                    format_bytes(available),
+                )
             return None
         if matching:
             self._free.remove(arena)
@@ -153,7 +155,8 @@ class Saver:
         def on_message(message: Json | None) -> None:
             if message is None:
                 if job.done.is_set():
-                    return job.has_cleaned([])  # the next save finishes the clean-up
+                    job.has_cleaned([])  # the next save finishes the clean-up
+                    return
                 self._free.append(arena)
                 job.fail(WriterDiedError(f"the writer process (pid {writer.pid}) ended before everything was written"))
             elif message["op"] == "progress":
@@ -245,9 +248,9 @@ def _pieces_of_spans(snapshot: Snapshot, file: int) -> Iterator[memoryview]:
             yield memory_of(snapshot.spans[index])
 
 
-def as_save_failure(error: BaseException, checkpoint_id: str) -> BaseException:
+def as_save_failure(error: Exception, checkpoint_id: str) -> Exception:
     """The error that a future carries: one of this package, with the system's error number where there is one."""
-    if isinstance(error, StateError) or not isinstance(error, Exception):
+    if isinstance(error, StateError):
         return error
     if isinstance(error, Duplicate):
         return DuplicateCheckpointError(f"checkpoint {checkpoint_id!r} exists already and is left as it is")

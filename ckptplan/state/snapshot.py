@@ -77,7 +77,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """Makes snapshots one after the other; what depends on shapes and names alone is made anew only when they change."""
+    """Makes snapshots; what depends on shapes and names alone is made anew only when they change."""
 
     def __init__(self) -> None:
         self._views: list[View] = []

@@ -67,7 +67,7 @@ def find_spans(leaves: list[Leaf]) -> tuple[list[View], list[Span]]:
     by_storage: dict[Any, list[_Placed]] = defaultdict(list)
     for number, leaf in enumerate(leaves):
         tensor = _as_tensor(leaf.value)
-        start = tensor.storage_offset() * tensor.itemsize
+        start = int(tensor.storage_offset()) * tensor.itemsize
         end = start + extent_bytes(tensor.shape, tensor.stride(), tensor.itemsize)
         pointer = tensor.untyped_storage().data_ptr() if end > start else 0
         # Empty tensors share nothing, whatever pointer they carry.

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptplan.state.writer_program import fsync_folder, new_file
+from ckptplan.state.ids import MANIFEST
+from ckptplan.state.writer_program import delete_folder, fsync_folder, new_file
 
 ReadInto = Callable[[int, memoryview], None]
 """(offset in the file, memory to fill) -> None. Raises OSError when the file ends before."""
@@ -162,6 +163,15 @@ class LocalStorage(Storage):
             os.close(descriptor)
             raise FileNotFoundError(errno.ENOENT, "not a regular file", path)
         return descriptor
+
+
+def delete_checkpoint(storage: Storage, name: str) -> None:
+    """Takes a checkpoint away so that no half of it is ever seen."""
+    if storage.local_path is not None:
+        delete_folder(str(storage.local_path), name)
+        return
+    storage.delete(f"{name}/{MANIFEST}")  # without it the rest is no checkpoint
+    storage.delete(name)
 
 
 def _read_all(descriptor: int, offset: int, target: memoryview, path: str) -> None:

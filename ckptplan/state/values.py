@@ -27,6 +27,7 @@ from ckptplan.state.objects import state_of
 
 MAX_DEPTH = 100  # of nested containers; deeper is refused, so that no reader runs out of stack
 _SMALL_INT = 2**63
+_TAG_OF_DICT: Mapping[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 
 Json = Any
 """A value of the JSON grammar: None, bool, int, float, str, list or dict with text keys."""
@@ -95,12 +96,20 @@ class Encoder:
 
     def _enum(self, value: enum.Enum, path: str) -> Json:
         kind = type(value)
-        if kind._member_map_.get(value.name) is not value or _find_class(kind.__module__, kind.__qualname__) is not kind:
+        if (
+            kind._member_map_.get(value.name) is not value
+            or _find_class(kind.__module__, kind.__qualname__) is not kind
+        ):
             return self._refuse(path, value, "is not a named member of an enum that can be found by its name")
         return {"enum": [kind.__module__, kind.__qualname__, value.name]}
 
     def _numpy(self, value: Any, path: str) -> Json:
-        if value.dtype.hasobject or value.dtype.names is not None or value.dtype.itemsize == 0 or value.dtype.kind == "V":
+        if (
+            value.dtype.hasobject
+            or value.dtype.names is not None
+            or value.dtype.itemsize == 0
+            or value.dtype.kind == "V"
+        ):
             return self._refuse(path, value, f"with dtype {value.dtype} is not saved; use a plain number or text dtype")
         if isinstance(value, np.generic):
             return {"numpy": [value.dtype.str, base64.b64encode(value.tobytes()).decode("ascii")]}
@@ -142,7 +151,7 @@ class Encoder:
 
     def _dict(self, value: Any, path: str) -> Json:
         kind = type(value)
-        tag = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}.get(kind)
+        tag = _TAG_OF_DICT.get(kind)
         if tag is None:
             return self._refuse(path, value, "is a subclass of dict; save a plain one")
         pairs = []
@@ -272,9 +281,7 @@ def _no_leaf(path: str, tag: str, number: int) -> Any:
 
 def _decode_container(tag: str, content: Any, path: str, fetch: Fetch, depth: int) -> Any:
     if tag in MAPPINGS:
-        parts = {
-            key: decode(part, f"{path}.{key}", fetch, depth + 1) for key, part in pairs_of(tag, content, path)
-        }
+        parts = {key: decode(part, f"{path}.{key}", fetch, depth + 1) for key, part in pairs_of(tag, content, path)}
         return {"ordered": OrderedDict, "counter": Counter}.get(tag, dict)(parts)
     nodes = content[3] if tag == "namedtuple" else content
     values = [decode(part, f"{path}.{index}", fetch, depth + 1) for index, part in enumerate(nodes)]

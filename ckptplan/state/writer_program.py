@@ -1,4 +1,4 @@
-"""Puts snapshots on a local disk: files, manifest, one rename. Also a program: the writer process runs this file by path.
+"""Puts snapshots on a local disk: files, manifest, one rename. The writer process runs this file by its path.
 
 As a program it is started as `python -I -S writer_program.py SOCKET PARENT FOLDER_OF_XXHASH`; it imports the standard
 library and xxhash only, so it is ready in a few hundredths of a second and never loads torch. The snapshot comes as
@@ -59,7 +59,7 @@ def checksum(data: Any) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-# --- the job -----------------------------------------------------------------------------------------------------------
+# --- the job ---
 
 
 def pack_job(control: Json, files: bytes, tensors: bytes, items: bytes) -> bytes:
@@ -148,20 +148,24 @@ class Attempt:
 
     def finish(self) -> None:
         """Commits: rank 0 when every rank's part is there; the others wait for that."""
+        rank, world_size = self.control["rank"], self.control["world_size"]
         part = self._part()
-        if self.control["rank"] != 0:
-            write_small(os.path.join(self.folder, f".part-{self.control['rank']}"), with_digest(part))
-            fsync_folder(self.folder)
+        if rank != 0:
+            self._put(f".part-{rank}", with_digest(part))
             self._wait_for_commit()
             return
-        parts = [part, *(self._wait_for_part(rank) for rank in range(1, self.control["world_size"]))]
-        self._check_sizes(parts)
+        parts = [part, *(self._wait_for_part(other) for other in range(1, world_size))]
+        for file in (file for each in parts for file in json.loads(each)["files"]):
+            actual = self._size(file["name"])
+            if actual != file["size"]:
+                raise Refused(f"{file['name']} has {actual} bytes instead of {file['size']}")
+        head = json.dumps(self.control["head"], separators=(",", ":")).encode()
+        self._commit(with_digest(head[:-1] + b',"ranks":[\n' + b",\n".join(parts) + b"]}"))
+
+    def _commit(self, manifest: bytes) -> None:
         for rank in range(1, self.control["world_size"]):
             os.unlink(os.path.join(self.folder, f".part-{rank}"))
-        head = json.dumps(self.control["head"], separators=(",", ":")).encode()
-        manifest = with_digest(head[:-1] + b',"ranks":[\n' + b",\n".join(parts) + b"]}")
-        write_small(os.path.join(self.folder, MANIFEST), manifest)
-        fsync_folder(self.folder)
+        self._put(MANIFEST, manifest)
         for name in self.control["supersede"]:
             move_aside(self._location, name, "superseded")
         publish(self.folder, os.path.join(self._location, self.control["id"]))
@@ -180,14 +184,15 @@ class Attempt:
         return failures
 
     def drop(self, reason: str) -> None:
-        """Gives the attempt up. Among several ranks the reason is left for the others, and the folder for the next save."""
-        if not os.path.isdir(self.folder):
-            return
+        """Gives the attempt up. Several ranks: the reason is left for the others, the folder for the next clean-up."""
         if self.control["world_size"] == 1:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._remove()
             return
         with contextlib.suppress(OSError):  # the disk may be full; the others then wait until their time is up
-            write_small(os.path.join(self.folder, f".failed-{self.control['rank']}"), reason.encode())
+            self._put(f".failed-{self.control['rank']}", reason.encode())
+
+    def _remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, index: int) -> str:
         return os.path.join(self.folder, self.files[index]["name"])
@@ -210,48 +215,52 @@ class Attempt:
         return text[:-1] + b',"tensors":' + self._tensors + b',"items":' + self._items + b"}"
 
     def _wait_for_part(self, rank: int) -> bytes:
-        path = os.path.join(self.folder, f".part-{rank}")
         deadline = time.monotonic() + self.control["timeout_s"]
         while time.monotonic() < deadline:
             self._raise_if_failed()
-            with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-                content = file.read()
-                if has_digest(content):  # otherwise it is still being written
-                    return split_digest(content)[0]
+            content = self._get(f".part-{rank}")
+            if content is not None and has_digest(content):  # otherwise it is still being written
+                return split_digest(content)[0]
             time.sleep(_POLL_S)
         raise Refused(f"rank {rank} did not finish writing in {self.control['timeout_s']} s")
 
     def _wait_for_commit(self) -> None:
         deadline = time.monotonic() + self.control["timeout_s"]
-        manifest = os.path.join(self._location, self.control["id"], MANIFEST)
         while time.monotonic() < deadline:
-            gone = not os.path.isdir(self.folder)
-            if gone:
-                with contextlib.suppress(FileNotFoundError), open(manifest, "rb") as file:
-                    if f'"{self.control["attempt"]}"'.encode() in file.read(MESSAGE_BYTES):
-                        return
-                raise Refused("rank 0 gave the save up")
             self._raise_if_failed()
+            if self._is_committed():
+                return
             time.sleep(_POLL_S)
         raise Refused(f"rank 0 did not commit in {self.control['timeout_s']} s")
 
     def _raise_if_failed(self) -> None:
         for rank in range(self.control["world_size"]):
-            if rank == self.control["rank"]:
-                continue
-            path = os.path.join(self.folder, f".failed-{rank}")
-            with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-                raise Refused(f"rank {rank} failed: {file.read().decode('utf-8', 'replace')}")
+            reason = self._get(f".failed-{rank}") if rank != self.control["rank"] else None
+            if reason is not None:
+                raise Refused(f"rank {rank} failed: {reason.decode('utf-8', 'replace')}")
 
-    def _check_sizes(self, parts: list[bytes]) -> None:
-        for part in parts:
-            for file in json.loads(part)["files"]:
-                actual = os.stat(os.path.join(self.folder, file["name"])).st_size
-                if actual != file["size"]:
-                    raise Refused(f"{file['name']} has {actual} bytes instead of {file['size']}")
+    # What follows is of a local folder; other storages do these in their own way.
+
+    def _put(self, name: str, content: bytes) -> None:
+        write_small(os.path.join(self.folder, name), content)
+        fsync_folder(self.folder)
+
+    def _get(self, name: str) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError), open(os.path.join(self.folder, name), "rb") as file:
+            return file.read()
+        return None
+
+    def _size(self, name: str) -> int:
+        return os.stat(os.path.join(self.folder, name)).st_size
+
+    def _is_committed(self) -> bool:
+        path = os.path.join(self._location, self.control["id"], MANIFEST)
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+            return f'"{self.control["attempt"]}"'.encode() in file.read(MESSAGE_BYTES)
+        return False
 
 
-# --- files -------------------------------------------------------------------------------------------------------------
+# --- files ---
 
 _no_direct: set[int] = set()  # devices that refused O_DIRECT
 
@@ -306,7 +315,7 @@ def _write_direct(descriptor: int, image: memoryview, size: int, report: Report)
 
 
 class _Buffered:
-    """Writes through the page cache in small pieces and has them flushed early, so that the fsync finds little to do."""
+    """Writes through the page cache in small pieces and has them flushed early; the fsync then finds little to do."""
 
     def __init__(self, descriptor: int, report: Report) -> None:
         self._descriptor, self._report = descriptor, report
@@ -401,7 +410,7 @@ def delete_folder(location: str, name: str) -> None:
     shutil.rmtree(path)
 
 
-# --- the digest in the last line ---------------------------------------------------------------------------------------
+# --- the digest in the last line ---
 
 _DIGEST_PREFIX = b"\nxxh3_128:"
 
@@ -423,7 +432,7 @@ def has_digest(content: bytes) -> bool:
     return digest == checksum(body + b"\n")
 
 
-# --- the C library -----------------------------------------------------------------------------------------------------
+# --- the C library ---
 
 _loaded: list[Any] = []
 
@@ -449,7 +458,7 @@ def _errno() -> int:
     return ctypes.get_errno()
 
 
-# --- the program -------------------------------------------------------------------------------------------------------
+# --- the program ---
 
 
 def describe(error: BaseException) -> Json:
@@ -489,7 +498,7 @@ class _Server:
 
     def _receive(self) -> tuple[Json, list[int]] | None:
         """The next message; None when the trainer is gone. Its end of the socket may live on in a forked child."""
-        watched = [self._connection] if self._parent is None else [self._connection, self._parent]
+        watched: list[Any] = [self._connection] if self._parent is None else [self._connection, self._parent]
         ready, _, _ = select.select(watched, [], [])
         if self._connection not in ready:
             return None
