@@ -230,16 +230,12 @@ class _OwnedBytes:
 
 def copy_to(span: Span, target: memoryview) -> None:
     """Copies a span that cannot be copied by address (strided, or on another device) into `target`."""
-    source = span.source
     view = torch.frombuffer(target, dtype=torch.uint8)
-    if target.nbytes and source.element_size() > 1 and _is_aligned(view, source.element_size()):
-        view.view(source.dtype).view(source.shape).copy_(source)
-    else:
-        view.copy_(source.contiguous().view(-1).view(torch.uint8))
-
-
-def _is_aligned(view: torch.Tensor, item_bytes: int) -> bool:
-    return view.data_ptr() % item_bytes == 0
+    if view.data_ptr() % span.source.itemsize == 0:
+        torch.frombuffer(target, dtype=span.source.dtype).view(span.source.shape).copy_(span.source)
+        return
+    dense = dense_on_cpu(span)
+    ctypes.memmove(view.data_ptr(), dense.data_ptr(), span.size_bytes)
 
 
 def _place(plans: Sequence[FilePlan]) -> tuple[list[int], list[tuple[int, int]]]:

@@ -190,7 +190,7 @@ class _Merger:
         if tag != kind:
             return self._fault(path, f"expected a {kind}, stored is {self._describe(node, path)}")
         nodes = content[3] if tag == "namedtuple" else content
-        if len(nodes) != len(template) or (tag == "namedtuple" and content[2] != list(template._fields)):
+        if len(nodes) != len(template) or (tag == "namedtuple" and content[2] != list(getattr(template, "_fields", ()))):
             return self._fault(path, f"expected {kind} of {len(template)}, stored is one of {len(nodes)}")
         parts = [
             self.merge(part, inner, f"{path}.{index}")

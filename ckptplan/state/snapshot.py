@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 from collections.abc import Mapping
@@ -56,7 +57,7 @@ def _small_bytes(value: torch.Tensor | np.ndarray[Any, Any]) -> bytes:
     if value.device.type != "cpu" or value.numel() * value.itemsize > _SMALL_TENSOR_BYTES:
         return b""
     dense = value.detach().resolve_conj().resolve_neg().contiguous()
-    return dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+    return ctypes.string_at(dense.data_ptr(), dense.numel() * dense.itemsize) if dense.numel() else b""
 
 
 @dataclass
