@@ -276,6 +276,11 @@ class CheckpointManager:
             # The exception of training is the one to be seen.
             _log.error("while leaving after %s: %s", type(error).__name__, failure)
 
+    @property
+    def writer_pid(self) -> int | None:
+        """Of the process that writes; None in mode "sync", and where a thread of this process writes."""
+        return self._saver.writer_pid
+
     # --- inside ---
 
     def _require_usable(self) -> None:

@@ -131,7 +131,7 @@ def parse_manifest(content: bytes, checkpoint_id: str) -> Manifest:
         document = json.loads(body, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
         _require_version(document, checkpoint_id)
         return _manifest(document)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         raise _damaged(checkpoint_id, f"manifest.json: {error}") from None
 
 
