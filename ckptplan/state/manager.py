@@ -258,9 +258,9 @@ class CheckpointManager:
             if place.lock is not None:
                 place.lock.release()
                 place.lock = None
-        self._raise_unseen()
         if problem is not None:
             raise problem
+        self._raise_unseen()
 
     def __enter__(self) -> CheckpointManager:
         return self
