@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ckptplan.state.spans import FORMAT_ITEM_BYTES, Span
+from ckptplan.state.spans import Span
 from ckptplan.units import MIB
 
 PAGE_BYTES = 4096
@@ -63,7 +63,7 @@ def _split(spans: list[Span], indices: list[int], split_bytes: int) -> Iterable[
 
 
 def _plan_file(name: str, item: str, spans: list[Span], part: list[int]) -> FilePlan:
-    ordered = sorted(part, key=lambda index: -FORMAT_ITEM_BYTES[spans[index].format_dtype])
+    ordered = sorted(part, key=lambda index: -spans[index].item_bytes)
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     relative, position = [], 0
     for index in ordered:

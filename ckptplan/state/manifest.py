@@ -30,6 +30,13 @@ DTYPE_BYTES = {
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
     "float4_e2m1fn_x2": 1,
 }  # fmt: skip
+# Names of the safetensors format for the dtypes that every reader of it knows; the others are stored as their bytes.
+_FORMAT_NAME = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
+}  # fmt: skip
+_AS_PAIRS = {"complex128": "F64", "complex32": "F16"}  # a complex number as its two parts
 _NUMPY_DTYPE = re.compile(r"[<>|=]([biufcSUmM])([0-9]{1,9})(\[[0-9]{0,6}[A-Za-z]{1,2}\])?")
 
 
@@ -327,6 +334,16 @@ def dtype_bytes(dtype: str) -> int:
     if match is None:
         return DTYPE_BYTES.get(dtype, 0)
     return int(match[2]) * (4 if match[1] == "U" else 1)
+
+
+def format_of(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Dtype name and shape of a tensor in the safetensors format."""
+    if dtype in _AS_PAIRS:
+        return _AS_PAIRS[dtype], (*shape, 2)
+    if dtype in _FORMAT_NAME:
+        return _FORMAT_NAME[dtype], shape
+    item_bytes = dtype_bytes(dtype)
+    return "U8", shape if item_bytes == 1 else (*shape, item_bytes)
 
 
 def _item(name: str, entry: Any) -> StoredItem:

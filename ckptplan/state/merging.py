@@ -20,17 +20,8 @@ from ckptplan.state.objects import (
     state_of,
     unwrap,
 )
-from ckptplan.state.values import (
-    CONTAINERS,
-    MAPPINGS,
-    BadValueError,
-    Json,
-    build_sequence,
-    decode,
-    has_state,
-    pairs_of,
-    tag_of,
-)
+from ckptplan.state.tree import CONTAINERS, MAPPINGS, BadValueError, Json, pairs_of, tag_of
+from ckptplan.state.values import build_sequence, decode, has_state
 
 Finish = Callable[[], Any]
 """Writes into the template, when every byte is known to be right, and returns the value."""
@@ -190,7 +181,9 @@ class _Merger:
         if tag != kind:
             return self._fault(path, f"expected a {kind}, stored is {self._describe(node, path)}")
         nodes = content[3] if tag == "namedtuple" else content
-        if len(nodes) != len(template) or (tag == "namedtuple" and content[2] != list(getattr(template, "_fields", ()))):
+        if len(nodes) != len(template) or (
+            tag == "namedtuple" and content[2] != list(getattr(template, "_fields", ()))
+        ):
             return self._fault(path, f"expected {kind} of {len(template)}, stored is one of {len(nodes)}")
         parts = [
             self.merge(part, inner, f"{path}.{index}")

@@ -71,6 +71,8 @@ class FsspecStorage(Storage):
             file.close()
         except BaseException:
             file.discard()
+            with suppress(OSError):  # some stores show a file from the start
+                self._files.rm(full)
             raise
         file.commit()
 

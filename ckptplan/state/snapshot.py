@@ -17,7 +17,8 @@ from ckptplan.state.files import FilePlan, entry_names, plan_files
 from ckptplan.state.items import ItemSpec
 from ckptplan.state.manifest import View
 from ckptplan.state.spans import Span, find_spans
-from ckptplan.state.values import Encoder, Json, Leaf
+from ckptplan.state.tree import Json
+from ckptplan.state.values import Encoder, Leaf
 
 _SMALL_TENSOR_BYTES = 64 * 1024
 

@@ -15,21 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckptplan.state.manifest import View
+from ckptplan.state.manifest import View, format_of
 from ckptplan.state.values import Leaf
 
-# Names of the safetensors format for the dtypes that every reader of it knows; the others are stored as their bytes.
-FORMAT_NAME = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
-}  # fmt: skip
-_AS_PAIRS = {torch.complex128: "F64", torch.complex32: "F16"}  # a complex number as its two parts
-FORMAT_ITEM_BYTES = {
-    "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
-}  # fmt: skip
 _MERGE_GAP_BYTES = 512  # views nearer than this (an allocator's padding) are covered by one span
 
 
@@ -49,6 +37,11 @@ class Span:
     source: torch.Tensor
     is_strided: bool
     address: int
+
+    @property
+    def item_bytes(self) -> int:
+        """Of one element as the file's format sees it."""
+        return self.size_bytes // max(1, prod(self.format_shape))
 
 
 @dataclass(frozen=True)
@@ -151,12 +144,7 @@ def _view(placed: _Placed, span: int, start: int | None = None) -> View:
 
 
 def _make_span(leaf: Leaf, suffix: str, source: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Span:
-    if dtype in _AS_PAIRS:
-        format_dtype, format_shape = _AS_PAIRS[dtype], (*shape, 2)
-    elif dtype in FORMAT_NAME:
-        format_dtype, format_shape = FORMAT_NAME[dtype], shape
-    else:
-        format_dtype, format_shape = "U8", (*shape, dtype.itemsize) if dtype.itemsize > 1 else shape
+    format_dtype, format_shape = format_of(str(dtype).removeprefix("torch."), shape)
     is_strided = not source.is_contiguous()
     size_bytes = prod(shape) * dtype.itemsize
     by_address = source.device.type == "cpu" and not is_strided and size_bytes > 0

@@ -24,13 +24,10 @@ import numpy as np
 import torch
 
 from ckptplan.state.objects import state_of
+from ckptplan.state.tree import CONTAINERS, MAPPINGS, MAX_DEPTH, BadValueError, Json, pairs_of, tag_of
 
-MAX_DEPTH = 100  # of nested containers; deeper is refused, so that no reader runs out of stack
 _SMALL_INT = 2**63
 _TAG_OF_DICT: Mapping[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
-
-Json = Any
-"""A value of the JSON grammar: None, bool, int, float, str, list or dict with text keys."""
 
 
 @dataclass(frozen=True)
@@ -196,10 +193,6 @@ def _find_class(module: str, qualname: str) -> type | None:
     return found if isinstance(found, type) else None
 
 
-class BadValueError(ValueError):
-    """A node of the tree is not typed JSON of this format; the message starts with its path."""
-
-
 Fetch = Callable[[str, str, int], Any]
 """(path, "tensor" or "array", leaf number) -> the value."""
 
@@ -223,60 +216,6 @@ def decode(node: Json, path: str, fetch: Fetch, depth: int = 0) -> Any:
         raise BadValueError(f"{path}: {error}") from None
     except (ValueError, TypeError, KeyError, struct.error, AttributeError, RuntimeError) as error:
         raise BadValueError(f"{path}: not a {tag}: {content!r:.80} ({error})") from None
-
-
-CONTAINERS = ("dict", "items", "ordered", "counter", "tuple", "size", "namedtuple")
-MAPPINGS = ("dict", "items", "ordered", "counter")
-
-
-def tag_of(node: Json, path: str) -> tuple[str, Any]:
-    """Type name and content of a JSON object; checks the form of both. Raises BadValueError."""
-    if not isinstance(node, dict) or len(node) != 1:
-        raise BadValueError(f"{path}: expected a value, found {node!r:.80}")
-    tag, content = next(iter(node.items()))
-    expected: Any
-    if tag in ("tensor", "array"):
-        expected, form = type(content) is int and content >= 0, "a leaf number"
-    elif tag == "dict":
-        expected, form = isinstance(content, dict), "an object"
-    elif tag in ("items", "ordered", "counter"):
-        expected = isinstance(content, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in content)
-        form = "a list of pairs"
-    elif tag in ("tuple", "size"):
-        expected, form = isinstance(content, list), "a list"
-    elif tag == "namedtuple":
-        expected = isinstance(content, list) and len(content) == 4 and isinstance(content[2], list)
-        expected = expected and isinstance(content[3], list) and len(content[2]) == len(content[3])
-        expected = expected and all(isinstance(part, str) for part in (*content[:2], *content[2]))
-        form = "module, class, fields and values"
-    elif tag in _DECODE_LEAF:
-        expected, form = True, ""
-    else:
-        raise BadValueError(f"{path}: unknown type {tag!r:.40}")
-    if not expected:
-        raise BadValueError(f"{path}: {tag} needs {form}, found {content!r:.80}")
-    return tag, content
-
-
-def pairs_of(tag: str, content: Any, path: str) -> list[tuple[int | str, Json]]:
-    """Keys and nodes of a mapping, keys decoded; a key that occurs twice is refused."""
-    if tag == "dict":
-        return list(content.items())
-    pairs = [(_key(key, path), node) for key, node in content]
-    if len({key for key, _ in pairs}) != len(pairs):
-        raise BadValueError(f"{path}: a key occurs twice")
-    return pairs
-
-
-def _key(node: Json, path: str) -> int | str:
-    key = decode(node, path, _no_leaf)
-    if type(key) is not str and type(key) is not int:
-        raise BadValueError(f"{path}: {node!r:.40} is not a key")
-    return key
-
-
-def _no_leaf(path: str, tag: str, number: int) -> Any:
-    raise BadValueError(f"{path}: a {tag} cannot be a key")
 
 
 def _decode_container(tag: str, content: Any, path: str, fetch: Fetch, depth: int) -> Any:

@@ -143,6 +143,8 @@ class WriterProcess:
         while True:
             try:
                 data = self._connection.recv(writer_program.MESSAGE_BYTES)
+            except ConnectionError:
+                continue  # told once, and before the messages that still wait
             except OSError:
                 data = b""
             if not data:

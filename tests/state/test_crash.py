@@ -1,4 +1,4 @@
-"""Faults, injected and survived: killed trainers and writers, full and read-only disks, few descriptors, little memory."""
+"""Faults, injected and survived: killed trainers and writers, full and read-only disks, few descriptors."""
 
 from __future__ import annotations
 
@@ -47,6 +47,10 @@ while True:
     print(step, flush=True)
     step += 1
 """
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def start_trainer(location: Path, mode: str, first: int = 1) -> subprocess.Popen[str]:
@@ -136,11 +140,9 @@ def kill_writers(location: Path, kills: int, seed: int) -> None:
         for step in range(kills):
             assert states.verify(f"good-{step}") == []
             assert states.load(f"good-{step}")["w"].unique().tolist() == [step + 0.5]
-            if outcomes[f"k-{step}"]:
+            if outcomes[f"k-{step}"] or f"k-{step}" in there:
                 assert states.load(f"k-{step}")["w"].unique().tolist() == [step]
-            elif f"k-{step}" in there:  # killed between the commit and the report: whole all the same
-                assert states.load(f"k-{step}")["w"].unique().tolist() == [step]
-        assert [name for name in os.listdir(location) if name.startswith((".attempt", ".trash"))] == []
+        assert [name for name in names_in(location) if name.startswith((".attempt", ".trash"))] == []
 
 
 def test_a_killed_writer_fails_that_save_and_the_next_works(tmp_path: Path) -> None:
@@ -186,12 +188,15 @@ with CheckpointManager({str(tmp_path)!r}) as states:
     time.sleep(5)
 """
     done = subprocess.run([sys.executable, "-c", code], process_group=0, capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0 and "KeyboardInterrupt" in done.stderr
+    assert done.returncode != 0
+    assert "KeyboardInterrupt" in done.stderr
     with CheckpointManager(tmp_path) as states:
         assert states.verify("a") == []
 
 
-def test_the_next_manager_waits_for_a_writer_that_lost_its_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_next_manager_waits_for_a_writer_that_lost_its_trainer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     code = f"""
 import os, signal, torch
 from ckptplan.state import CheckpointManager
@@ -206,7 +211,9 @@ os.kill(os.getpid(), signal.SIGKILL)
     writer = int(trainer.stdout)
     with CheckpointManager(tmp_path) as states:
         states.save("b", {"w": torch.zeros(10)}).result()
-        assert [info.checkpoint_id for info in states.list()] == ["first", "a", "b"], "what was handed over was finished"
+        assert [info.checkpoint_id for info in states.list()] == ["first", "a", "b"], (
+            "what was handed over was finished"
+        )
         assert caplog.text.count("waiting for the writer of an ended run") <= 1
     for _ in range(100):
         if not Path(f"/proc/{writer}").exists():
@@ -246,16 +253,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@pytest.mark.skipif(not AS_ROOT, reason="mounting a small file system needs root; the injected failure runs for everyone")
+@pytest.mark.skipif(
+    not AS_ROOT, reason="mounting a small file system needs root; the injected failure runs for everyone"
+)
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_full_disk_fails_that_save_and_the_next_works(small_disk: Path, mode: str) -> None:
     with CheckpointManager(small_disk / "s", mode=mode, keep_last=1) as states:
         states.save("a", {"w": torch.ones(500_000)}).result()
         error = states.save("b", {"w": torch.ones(1_500_000)}).exception()
-        assert isinstance(error, SaveFailedError) and isinstance(error, OSError)
+        assert isinstance(error, SaveFailedError)
+        assert isinstance(error, OSError)
         assert error.errno == errno.ENOSPC
         assert "No space left" in str(error)
-        assert sorted(name for name in os.listdir(small_disk / "s") if name != ".lock") == ["a"], "nothing is left behind"
+        assert names_in(small_disk / "s") == [".lock", "a"], "nothing is left behind"
         assert states.verify("a") == []
         states.save("c", {"w": torch.ones(500_000)}).result()
         states.wait()
@@ -298,7 +308,8 @@ def test_a_folder_that_cannot_be_written_is_said_so(tmp_path: Path, mode: str) -
         (tmp_path / "locked").mkdir(mode=0o500)
     with CheckpointManager(location, mode=mode) as states:
         error = states.save("a", {"x": 1}).exception()
-        assert isinstance(error, SaveFailedError) and error.errno in (errno.EACCES, errno.ENOENT, errno.EPERM)
+        assert isinstance(error, SaveFailedError)
+        assert error.errno in (errno.EACCES, errno.ENOENT, errno.EPERM)
 
 
 # --- scarce things ---
@@ -346,9 +357,10 @@ def test_the_writer_is_ready_fast_and_loads_no_torch(tmp_path: Path) -> None:
         assert time.monotonic() - started < 2
         maps = Path(f"/proc/{states.writer_pid}/maps").read_text()
         assert "_xxhash" in maps
-        assert "torch" not in maps and "numpy" not in maps
+        assert "torch" not in maps
+        assert "numpy" not in maps
         status = Path(f"/proc/{states.writer_pid}/fd")
-        assert {os.readlink(status / str(number)) for number in (0, 1, 2)} == {"/dev/null"}, "no inherited output"
+        assert {str((status / str(number)).readlink()) for number in (0, 1, 2)} == {"/dev/null"}, "no inherited output"
 
 
 def test_twenty_saves_do_not_grow_the_process(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A load cannot lie: everything is compared first, all faults are told at once, nothing has changed if anything was wrong."""
+"""A load cannot lie: everything is compared first, all faults are told at once, and then nothing has changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from ckptplan.errors import StateMismatchError
 from ckptplan.state import CheckpointManager
 
-Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024
+Pair = namedtuple("Pair", ["left", "right"])
 
 
 def saved(tmp_path: Path, payload: dict[str, Any]) -> CheckpointManager:
@@ -33,16 +33,24 @@ def faults(states: CheckpointManager, into: dict[str, Any], **settings: Any) -> 
 
 
 def test_tensors_and_containers_are_filled_in_place_tuples_and_leaves_replaced(tmp_path: Path) -> None:
-    states = saved(tmp_path, {"d": {"t": torch.arange(3.0), "l": [1, {"n": 2}], "p": (3, torch.ones(2)), "s": "new"}, "step": 5})
+    states = saved(
+        tmp_path, {"d": {"t": torch.arange(3.0), "l": [1, {"n": 2}], "p": (3, torch.ones(2)), "s": "new"}, "step": 5}
+    )
     tensor, in_tuple, inner_list = torch.zeros(3), torch.zeros(2), [0, {"n": 0}]
     inner = {"t": tensor, "l": inner_list, "p": (0, in_tuple), "s": "old"}
     into = {"d": inner, "step": 0}
     loaded = states.load("a", into=into)
-    assert loaded is into and loaded["d"] is inner
-    assert inner["t"] is tensor and tensor.tolist() == [0, 1, 2]
-    assert inner["l"] is inner_list and inner_list == [1, {"n": 2}]
-    assert inner["p"][0] == 3 and inner["p"][1] is in_tuple and in_tuple.tolist() == [1, 1]
-    assert inner["s"] == "new" and into["step"] == 5
+    assert loaded is into
+    assert loaded["d"] is inner
+    assert inner["t"] is tensor
+    assert tensor.tolist() == [0, 1, 2]
+    assert inner["l"] is inner_list
+    assert inner_list == [1, {"n": 2}]
+    assert inner["p"][0] == 3
+    assert inner["p"][1] is in_tuple
+    assert in_tuple.tolist() == [1, 1]
+    assert inner["s"] == "new"
+    assert into["step"] == 5
 
 
 def test_items_that_the_template_does_not_name_are_skipped(tmp_path: Path) -> None:
@@ -104,7 +112,9 @@ def test_numpy_arrays_are_filled_in_place(tmp_path: Path) -> None:
 def test_a_namedtuple_template_gives_its_own_class(tmp_path: Path) -> None:
     states = saved(tmp_path, {"x": Pair(1, torch.ones(2))})
     loaded = states.load("a", into={"x": Pair(0, torch.zeros(2))})["x"]
-    assert type(loaded) is Pair and loaded.left == 1 and loaded.right.tolist() == [1, 1]
+    assert type(loaded) is Pair
+    assert loaded.left == 1
+    assert loaded.right.tolist() == [1, 1]
     assert faults(states, {"x": (0, None)}) == ["x: expected a tuple, stored is a namedtuple"]
 
 
@@ -160,7 +170,8 @@ def test_stored_ties_load_into_tied_and_into_separate_templates(tmp_path: Path) 
     assert tied.tolist() == list(range(6))
     apart = {"a": torch.zeros(6), "b": torch.zeros(2, 3), "c": torch.zeros(2)}
     states.load("a", into={"d": apart})
-    assert apart["b"].tolist() == [[0, 1, 2], [3, 4, 5]] and apart["c"].tolist() == [2, 3]
+    assert apart["b"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert apart["c"].tolist() == [2, 3]
 
 
 def test_map_location_and_bad_arguments(tmp_path: Path) -> None:
@@ -213,9 +224,17 @@ def test_model_and_optimizer_resume_exactly(tmp_path: Path) -> None:
     names = {name: tensor.data_ptr() for name, tensor in fresh.state_dict().items()}
     new_optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.5)
     new_schedule = torch.optim.lr_scheduler.CosineAnnealingLR(new_optimizer, 10)
-    into = {"model": fresh, "optimizer": new_optimizer, "schedule": new_schedule, "rng": torch.get_rng_state(), "step": 0}
+    into = {
+        "model": fresh,
+        "optimizer": new_optimizer,
+        "schedule": new_schedule,
+        "rng": torch.get_rng_state(),
+        "step": 0,
+    }
     states.load("latest", into=into)
-    assert into["model"] is fresh and into["optimizer"] is new_optimizer and into["step"] == 3
+    assert into["model"] is fresh
+    assert into["optimizer"] is new_optimizer
+    assert into["step"] == 3
     assert new_optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] == new_schedule.get_last_lr()[0]
     assert {name: tensor.data_ptr() for name, tensor in fresh.state_dict().items()} == names, "identity is kept"
     assert fresh.head.weight is fresh.embed.weight
@@ -328,7 +347,8 @@ def test_a_module_that_watches_its_loading_is_asked(tmp_path: Path) -> None:
     states = saved(tmp_path, {"m": module})
     fresh = WithExtra()
     states.load("a", into={"m": fresh})
-    assert fresh.extra == {"seen": 3, "more": [1]} and fresh.loads == 1
+    assert fresh.extra == {"seen": 3, "more": [1]}
+    assert fresh.loads == 1
     assert torch.equal(fresh.weight, module.weight)
 
 
@@ -351,7 +371,8 @@ def test_any_object_with_state_comes_back(tmp_path: Path) -> None:
     states = saved(tmp_path, {"meter": meter, "scaler": scaler, "steps": steps})
     fresh, new_scaler = Meter(), torch.amp.GradScaler("cpu", init_scale=2.0)
     states.load("a", into={"meter": fresh, "scaler": new_scaler, "steps": None})
-    assert fresh.values[0] == 1 and fresh.values[1].tolist() == [1, 1]
+    assert fresh.values[0] == 1
+    assert fresh.values[1].tolist() == [1, 1]
     assert new_scaler.get_scale() == 8.0
     assert faults(states, {"steps": fresh})[0] == "steps.values: missing in the checkpoint"
 
@@ -370,7 +391,7 @@ def test_ten_of_two_hundred_tensors_read_little_more_than_their_bytes(tmp_path: 
     storage._read_all = counted
     try:
         names = [f"t{index}" for index in range(0, 200, 20)]
-        loaded = states.load("a", into={"w": {name: None for name in names}}, strict=False)["w"]
+        loaded = states.load("a", into={"w": dict.fromkeys(names)}, strict=False)["w"]
     finally:
         storage._read_all = original
     assert all(loaded[name].unique().tolist() == [float(name[1:])] for name in names)
