@@ -107,6 +107,8 @@ class StorageAttempt(Attempt):
 
     def clean_up(self) -> list[str]:
         """Deletes what the new checkpoint makes needless; returns what failed."""
+        if self.control["rank"] != 0:
+            return []
         failures = []
         own = [name for name in self._storage.names(self.control["id"]) if name not in (MANIFEST, self._data)]
         for name in self.control["delete"]:
@@ -135,6 +137,9 @@ class StorageAttempt(Attempt):
         with suppress(OSError):  # it failed already; the next save of this id tries again
             self._storage.delete(self._at(self._data))
 
+    def _put_part(self, name: str, content: bytes) -> None:
+        self._put(name, content)
+
     def _put(self, name: str, content: bytes) -> None:
         self._storage.write(self._at(f"{self._data}/{name}"), [content])
 
@@ -146,7 +151,7 @@ class StorageAttempt(Attempt):
     def _size(self, name: str) -> int:
         return self._storage.size_bytes(self._at(name))
 
-    def _is_committed(self) -> bool:
+    def is_committed(self) -> bool:
         with suppress(FileNotFoundError):
             return f'"{self.control["attempt"]}"'.encode() in self._storage.read(self._at(MANIFEST))
         return False

@@ -158,7 +158,7 @@ class Saver:
                     job.has_cleaned([])  # the next save finishes the clean-up
                     return
                 self._free.append(arena)
-                job.fail(WriterDiedError(f"the writer process (pid {writer.pid}) ended before everything was written"))
+                _end_without_writer(job, block, writer.pid)
             elif message["op"] == "progress":
                 job.future.add_written(message["bytes"])
             elif message["op"] == "failed":
@@ -229,6 +229,18 @@ class Saver:
         on_free()
         job.succeed()
         job.has_cleaned(attempt.clean_up())
+
+
+def _end_without_writer(job: Job, block: bytes, pid: int) -> None:
+    """The writer is dead. It may have committed without saying so; else its files go, and other ranks hear of it."""
+    attempt = make_attempt(job, block)
+    if attempt.is_committed():
+        job.succeed()
+        job.has_cleaned([])  # the next save finishes the clean-up
+        return
+    reason = f"the writer process (pid {pid}) ended before everything was written"
+    attempt.drop(reason)
+    job.fail(WriterDiedError(reason))
 
 
 def make_attempt(job: Job, block: bytes) -> Attempt:

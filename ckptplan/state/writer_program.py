@@ -151,7 +151,7 @@ class Attempt:
         rank, world_size = self.control["rank"], self.control["world_size"]
         part = self._part()
         if rank != 0:
-            self._put(f".part-{rank}", with_digest(part))
+            self._put_part(f".part-{rank}", with_digest(part))
             self._wait_for_commit()
             return
         parts = [part, *(self._wait_for_part(other) for other in range(1, world_size))]
@@ -173,6 +173,8 @@ class Attempt:
 
     def clean_up(self) -> list[str]:
         """Deletes what the new checkpoint makes needless and what earlier attempts left; returns what failed."""
+        if self.control["rank"] != 0:
+            return []
         failures = []
         for name in (*self.control["delete"], *self.control["clean_up"]):
             if not os.path.lexists(os.path.join(self._location, name)):
@@ -228,7 +230,7 @@ class Attempt:
         deadline = time.monotonic() + self.control["timeout_s"]
         while time.monotonic() < deadline:
             self._raise_if_failed()
-            if self._is_committed():
+            if self.is_committed():
                 return
             time.sleep(_POLL_S)
         raise Refused(f"rank 0 did not commit in {self.control['timeout_s']} s")
@@ -240,6 +242,11 @@ class Attempt:
                 raise Refused(f"rank {rank} failed: {reason.decode('utf-8', 'replace')}")
 
     # What follows is of a local folder; other storages do these in their own way.
+
+    def _put_part(self, name: str, content: bytes) -> None:
+        # The part comes last: as soon as rank 0 sees it whole, it may rename the folder.
+        fsync_folder(self.folder)
+        write_small(os.path.join(self.folder, name), content)
 
     def _put(self, name: str, content: bytes) -> None:
         write_small(os.path.join(self.folder, name), content)
@@ -253,7 +260,8 @@ class Attempt:
     def _size(self, name: str) -> int:
         return os.stat(os.path.join(self.folder, name)).st_size
 
-    def _is_committed(self) -> bool:
+    def is_committed(self) -> bool:
+        """Whether this attempt, and no other, has become the checkpoint."""
         path = os.path.join(self._location, self.control["id"], MANIFEST)
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
             return f'"{self.control["attempt"]}"'.encode() in file.read(MESSAGE_BYTES)
@@ -540,7 +548,8 @@ class _Server:
         self._release()
         self._job = message["job"]
         self._descriptors = descriptors
-        signal.alarm(message["timeout_s"])  # ends this process: nobody may wait for ever for a dead disk
+        # Ends this process: nobody may wait for ever for a dead disk. Waits for other ranks end well before.
+        signal.alarm(2 * message["timeout_s"] + 10)
         block = os.pread(descriptors[0], message["block_bytes"], 0)
         fresh = {slab["key"]: descriptor for slab, descriptor in zip(message["slabs"], descriptors[1:], strict=False)}
         for key in set(self._slabs) - set(fresh):

@@ -118,7 +118,7 @@ def kill_writers(location: Path, kills: int, seed: int) -> None:
     """Kills the writer at random moments of saves: that save fails or is committed, the next works."""
     draw = random.Random(seed)
     tensor = torch.zeros(1_500_000)
-    outcomes: dict[str, bool] = {}
+    committed = set()
     with CheckpointManager(location) as states:
         for step in range(kills):
             tensor.fill_(step)
@@ -130,18 +130,20 @@ def kill_writers(location: Path, kills: int, seed: int) -> None:
             os.kill(pid, signal.SIGKILL)
             error = future.exception(timeout=20)
             assert error is None or isinstance(error, WriterDiedError), repr(error)
-            outcomes[f"k-{step}"] = error is None
-            if error is not None:
+            if error is None:
+                committed.add(f"k-{step}")
+            else:
                 assert f"pid {pid}" in str(error)
             tensor.fill_(step + 0.5)
             states.save(f"good-{step}", {"w": tensor, "step": step}).result(timeout=20)
         states.wait()
         there = {info.checkpoint_id for info in states.list()}
-        for step in range(kills):
-            assert states.verify(f"good-{step}") == []
-            assert states.load(f"good-{step}")["w"].unique().tolist() == [step + 0.5]
-            if outcomes[f"k-{step}"] or f"k-{step}" in there:
-                assert states.load(f"k-{step}")["w"].unique().tolist() == [step]
+        assert there == committed | {f"good-{step}" for step in range(kills)}, "the future tells the truth"
+        for name in there:
+            assert states.verify(name) == []
+            step = int(name.partition("-")[2])
+            expected = step if name in committed else step + 0.5
+            assert states.load(name)["w"].unique().tolist() == [expected]
         assert [name for name in names_in(location) if name.startswith((".attempt", ".trash"))] == []
 
 
