@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ckptplan.errors import (
     CheckpointNotFoundError,
@@ -102,7 +103,6 @@ def test_two_saves_may_be_pending_where_memory_is_given(tmp_path: Path) -> None:
 
 @MODES
 def test_the_files_open_with_the_safetensors_library(tmp_path: Path, mode: str) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
     value = {
         "a": {"b": torch.arange(3), "__metadata__": torch.ones(2), "\ud800": torch.zeros(1)},
         "a.b": torch.arange(4.0).bfloat16(),
@@ -113,7 +113,7 @@ def test_the_files_open_with_the_safetensors_library(tmp_path: Path, mode: str) 
     }
     with CheckpointManager(tmp_path, mode=mode) as states:
         states.save("a", {"item": value}).result()
-    loaded = safetensors.load_file(tmp_path / "a" / "item.0.safetensors")
+    loaded = load_file(tmp_path / "a" / "item.0.safetensors")
     assert loaded["a.b"].tolist() == [0, 1, 2]
     assert loaded["a.b~2"].dtype is torch.bfloat16
     assert loaded["t"].tolist() == [[0, 3], [1, 4], [2, 5]]
