@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -209,27 +208,22 @@ def copy_pieces(pieces: Sequence[tuple[int, int, int]], threads: int) -> None:
 
 def dense_on_cpu(span: Span) -> torch.Tensor:
     """The values of a span as a dense CPU tensor; the span's own memory where it is that already."""
+    assert span.source is not None
     return span.source.contiguous().cpu()
 
 
 def memory_of(span: Span) -> memoryview:
     """The bytes of a span; of its own memory where that is dense and on the CPU, else of a copy."""
-    source = span.source if span.address else dense_on_cpu(span)
-    return memoryview(_OwnedBytes.of(source, span.size_bytes)).cast("B")
-
-
-class _OwnedBytes:
-    """Raw bytes at the address of a tensor, which they keep alive."""
-
-    @staticmethod
-    def of(tensor: torch.Tensor, size_bytes: int) -> Any:
-        array = (ctypes.c_char * size_bytes).from_address(tensor.data_ptr())
-        array._tensor = tensor  # type: ignore[attr-defined]
-        return array
+    dense = None if span.address else dense_on_cpu(span)
+    address = span.address if dense is None else dense.data_ptr()
+    array = (ctypes.c_char * span.size_bytes).from_address(address)
+    array._keep_alive = dense  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
 
 
 def copy_to(span: Span, target: memoryview) -> None:
     """Copies a span that cannot be copied by address (strided, or on another device) into `target`."""
+    assert span.source is not None
     view = torch.frombuffer(target, dtype=torch.uint8)
     if view.data_ptr() % span.source.itemsize == 0:
         torch.frombuffer(target, dtype=span.source.dtype).view(span.source.shape).copy_(span.source)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckptplan.errors import CheckpointNotFoundError, DamagedCheckpointError, StateError
 from ckptplan.state import reading
 from ckptplan.state.ids import ATTEMPT_PREFIX, MANIFEST, TRASH_PREFIX, is_name, step_of
-from ckptplan.state.manifest import MOST_MANIFEST_BYTES, Manifest, parse_manifest, sequence_in_damaged
+from ckptplan.state.manifest import MOST_MANIFEST_BYTES, Manifest, parse_manifest, parse_summary, sequence_in_damaged
 from ckptplan.state.storage import Storage
 
 
@@ -136,10 +136,6 @@ class Folder:
         """Whether the id is taken, by a good checkpoint or a damaged one."""
         return MANIFEST in self.storage.names(checkpoint_id)
 
-    def forget(self, checkpoint_id: str) -> None:
-        """Reads the manifest of this id again when it is next asked for."""
-        self._known = {key: info for key, info in self._known.items() if key[0] != checkpoint_id}
-
     def latest(self) -> CheckpointInfo:
         """The newest by sequence, damaged or not. Raises CheckpointNotFoundError."""
         infos = self.infos()
@@ -170,6 +166,10 @@ class Folder:
     def _candidates(self) -> Iterator[str]:
         return (name for name in self.storage.names() if is_name(name) and name != "superseded")
 
+    def learn(self, info: CheckpointInfo) -> None:
+        """Remembers a checkpoint that has just been saved, so that its manifest need not be read."""
+        self._known[info.checkpoint_id, self.storage.size_bytes(f"{info.checkpoint_id}/{MANIFEST}")] = info
+
     def _info(self, name: str) -> CheckpointInfo | None:
         try:
             key = name, self.storage.size_bytes(f"{name}/{MANIFEST}")
@@ -181,19 +181,22 @@ class Folder:
 
     def _read_info(self, name: str) -> CheckpointInfo:
         try:
-            manifest = read_manifest(self.storage, name)
+            summary = parse_summary(_manifest_bytes(self.storage, name), name)
+            head = summary.head
+            if head.checkpoint_id != name:
+                return self._damaged(name, f"manifest.json is that of checkpoint {head.checkpoint_id!r}")
+            faults = reading.check_sizes(self.storage, name, summary.files)
         except (StateError, OSError) as error:
             return self._damaged(name, "; ".join(getattr(error, "faults", (str(error),))))
-        faults = [fault for part in manifest.ranks for fault in reading.check_sizes(self.storage, name, part)]
         return CheckpointInfo(
             checkpoint_id=name,
-            sequence=manifest.sequence,
+            sequence=head.sequence,
             step=step_of(name),
-            time_unix_s=manifest.time_unix_s,
-            size_bytes=manifest.size_bytes,
-            world_size=manifest.world_size,
-            items=tuple(manifest.item_names()),
-            metrics=dict(manifest.metrics),
+            time_unix_s=head.time_unix_s,
+            size_bytes=sum(file.size_bytes for file in summary.files),
+            world_size=head.world_size,
+            items=summary.items,
+            metrics=dict(head.metrics),
             damage="; ".join(faults),
         )
 

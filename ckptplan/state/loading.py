@@ -69,7 +69,8 @@ class Load:
         faults: list[str] = []
         for part in self._manifest.ranks:
             spans = [span for rank, span in by_span if rank == part.rank]
-            missing = reading.check_sizes(self._storage, self._folder, part, {part.spans[span].file for span in spans})
+            numbers = sorted({part.spans[span].file for span in spans})
+            missing = reading.check_sizes(self._storage, self._folder, [part.files[number] for number in numbers])
             faults += missing
             if missing:
                 continue

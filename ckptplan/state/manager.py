@@ -14,6 +14,7 @@ import platform
 import time
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, ClassVar
@@ -38,6 +39,7 @@ from ckptplan.state.items import ItemSpec, resolve_specs
 from ckptplan.state.loading import Load
 from ckptplan.state.lock import FolderLock
 from ckptplan.state.manifest import FORMAT, VERSION
+from ckptplan.state.memory import no_collection
 from ckptplan.state.saving import Job, Saver, as_save_failure
 from ckptplan.state.snapshot import Encoded, Snapshot, Snapshots, encode_items
 from ckptplan.state.storage import Storage, delete_checkpoint
@@ -120,7 +122,8 @@ class CheckpointManager:
         waited = time.monotonic()
         future.note(wait_s=waited - started)
         try:
-            self._save(coordinator, place, name, payload, specs, figures, future, problem or unseen)
+            with no_collection():
+                self._save(coordinator, place, name, payload, specs, figures, future, problem or unseen)
         except Exception as error:
             if not future.done():
                 future.fail(as_save_failure(error, name))
@@ -185,12 +188,13 @@ class CheckpointManager:
         unseen = self._raise_unseen(coordinator)
         problem = self._wait_for_jobs(0) or unseen
         place, name = self._choose(coordinator, checkpoint_id, problem)
-        load = self._plan_load(coordinator, place, name, into, strict, device)
-        damage = _agree(coordinator, load.check())
-        if damage:
-            next_good = place.folder.next_good(name) if coordinator.rank == 0 else None
-            raise _damaged(name, damage, coordinator.all_gather(next_good)[0])
-        loaded = load.finish()
+        with no_collection():
+            load = self._plan_load(coordinator, place, name, into, strict, device)
+            damage = _agree(coordinator, load.check())
+            if damage:
+                next_good = place.folder.next_good(name) if coordinator.rank == 0 else None
+                raise _damaged(name, damage, coordinator.all_gather(next_good)[0])
+            loaded = load.finish()
         if coordinator.rank == 0:
             place.resumed = next((info for info in place.folder.infos() if info.checkpoint_id == name), None)
         if into is None:
@@ -376,7 +380,9 @@ class CheckpointManager:
         snapshot = self._snapshots.plan(encoded, specs, scopes, coordinator.rank)
         info = _info(decision["head"], metrics, snapshot)
         location = str(place.storage.local_path or "")
-        job = Job(place.storage, future, info, decision["attempt"], self.config.timeout_s, lambda: _has_saved(place))
+        job = Job(
+            place.storage, future, info, decision["attempt"], self.config.timeout_s, lambda: _has_saved(place, info)
+        )
         block = pack_job(
             {
                 **decision,
@@ -500,8 +506,10 @@ class CheckpointManager:
                 place.lock.release()
 
 
-def _has_saved(place: _Place) -> None:
+def _has_saved(place: _Place, info: CheckpointInfo) -> None:
     place.resumed = None  # everything newer has been moved aside
+    with suppress(OSError):  # then its manifest is read when it is asked for
+        place.folder.learn(info)
 
 
 def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:

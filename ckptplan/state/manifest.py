@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -130,16 +130,58 @@ class Manifest:
 
 def parse_manifest(content: bytes, checkpoint_id: str) -> Manifest:
     """The manifest in these bytes. Raises DamagedCheckpointError or UnsupportedStateVersionError."""
+    document = _document(content, checkpoint_id, pairs_hook=_no_duplicates)
+    try:
+        return _manifest(document)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise _damaged(checkpoint_id, f"manifest.json: {error}") from None
+
+
+def _document(
+    content: bytes, checkpoint_id: str, pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None
+) -> dict[str, Any]:
     body, digest = split_digest(content)
     if digest != checksum(body + b"\n"):
         what = "has no digest in its last line: it is cut off" if not digest else "does not match its own digest"
         raise _damaged(checkpoint_id, f"manifest.json {what}")
     try:
-        document = json.loads(body, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-        _require_version(document, checkpoint_id)
-        return _manifest(document)
-    except (ValueError, OverflowError, RecursionError) as error:
+        document = json.loads(body, object_pairs_hook=pairs_hook, parse_constant=_no_constant)
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise ValueError(f"this is not a manifest of the format {FORMAT}")
+    except (ValueError, RecursionError) as error:
         raise _damaged(checkpoint_id, f"manifest.json: {error}") from None
+    if document.get("version") != VERSION:
+        found = document.get("version")
+        message = (
+            f"checkpoint {checkpoint_id!r} has format version {found!r:.20}; this ckptplan reads version {VERSION}"
+        )
+        raise UnsupportedStateVersionError(message)
+    return document
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a listing needs of a manifest; not enough is checked here to read tensors by it."""
+
+    head: Manifest  # without ranks
+    files: tuple[StoredFile, ...]
+    items: tuple[str, ...]
+
+
+def parse_summary(content: bytes, checkpoint_id: str) -> Summary:
+    """Digest, version, head, files and item names of a manifest. Raises as `parse_manifest` does."""
+    document = _document(content, checkpoint_id, pairs_hook=None)
+    try:
+        ranks = _list(document, "ranks", "manifest")
+        head = _head(document)
+        files, items = [], []
+        for rank, entry in enumerate(ranks):
+            where = f"manifest.ranks.{rank}"
+            files += [_file(file, f"{where}.files") for file in _list(entry, "files", where)]
+            items += list(_field(entry, "items", where, lambda value: isinstance(value, dict), "an object"))
+    except (ValueError, OverflowError) as error:
+        raise _damaged(checkpoint_id, f"manifest.json: {error}") from None
+    return Summary(head, tuple(files), tuple(dict.fromkeys(items)))
 
 
 def sequence_in_damaged(content: bytes) -> int | None:
@@ -150,17 +192,6 @@ def sequence_in_damaged(content: bytes) -> int | None:
 
 def _damaged(checkpoint_id: str, fault: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(f"checkpoint {checkpoint_id!r} is damaged", [fault], checkpoint_id=checkpoint_id)
-
-
-def _require_version(document: Any, checkpoint_id: str) -> None:
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ValueError(f"this is not a manifest of the format {FORMAT}")
-    if document.get("version") != VERSION:
-        found = document.get("version")
-        message = (
-            f"checkpoint {checkpoint_id!r} has format version {found!r:.20}; this ckptplan reads version {VERSION}"
-        )
-        raise UnsupportedStateVersionError(message)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -206,17 +237,22 @@ def _list(entry: Any, key: str, where: str) -> list[Any]:
 
 
 def _manifest(document: dict[str, Any]) -> Manifest:
+    head = _head(document)
+    parts = tuple(_part(entry, rank) for rank, entry in enumerate(document["ranks"]))
+    names = [file.name for part in parts for file in part.files]
+    _require(len(names) == len(set(names)), "manifest.ranks", "file names that occur once", names)
+    return replace(head, ranks=parts)
+
+
+def _head(document: dict[str, Any]) -> Manifest:
     where = "manifest"
     checkpoint_id = _field(document, "id", where, lambda value: _is_text(value) and is_name(value), "a name")
-    ranks = _list(document, "ranks", where)
-    world_size = _count(document, "world_size", where)
+    ranks, world_size = _list(document, "ranks", where), _count(document, "world_size", where)
     _require(len(ranks) == world_size > 0, "manifest.ranks", f"{world_size} parts", len(ranks))
     time_unix_s = _field(document, "time_unix_s", where, lambda value: type(value) in (int, float), "a number")
     resumed_from = document.get("resumed_from")
     _require(resumed_from is None or _is_text(resumed_from), "manifest.resumed_from", "a name or null", resumed_from)
-    parts = tuple(_part(entry, rank) for rank, entry in enumerate(ranks))
-    names = [file.name for part in parts for file in part.files]
-    _require(len(names) == len(set(names)), "manifest.ranks", "file names that occur once", names)
+    metrics = _text_to(document, "metrics", _is_text, "text")
     return Manifest(
         checkpoint_id=checkpoint_id,
         attempt=_field(document, "attempt", where, _is_text, "text"),
@@ -225,8 +261,7 @@ def _manifest(document: dict[str, Any]) -> Manifest:
         world_size=world_size,
         resumed_from=resumed_from,
         libraries=_text_to(document, "libraries", _is_text, "text"),
-        metrics={name: float.fromhex(value) for name, value in _text_to(document, "metrics", _is_text, "text").items()},
-        ranks=parts,
+        metrics={name: float.fromhex(value) for name, value in metrics.items()},
     )
 
 
@@ -243,14 +278,11 @@ def _part(entry: Any, rank: int) -> RankPart:
     chunk_bytes = _count(entry, "chunk_bytes", where)
     _require(0 < chunk_bytes <= 64 * MIB, f"{where}.chunk_bytes", "1 byte to 64 MiB", chunk_bytes)
     files = tuple(_file(file, f"{where}.files.{index}") for index, file in enumerate(_list(entry, "files", where)))
-    spans = tuple(
-        _span(span, f"{where}.spans.{index}", files, chunk_bytes)
-        for index, span in enumerate(_list(entry, "spans", where))
-    )
+    entries = enumerate(_list(entry, "spans", where))
+    spans = tuple(_span(span, f"{where}.spans", index, files, chunk_bytes) for index, span in entries)
     _require_full_cover(files, spans, where)
-    tensors = tuple(
-        _view(view, f"{where}.tensors.{index}", spans) for index, view in enumerate(_list(entry, "tensors", where))
-    )
+    entries = enumerate(_list(entry, "tensors", where))
+    tensors = tuple(_view(view, f"{where}.tensors", index, spans) for index, view in entries)
     items = _field(entry, "items", where, lambda value: isinstance(value, dict), "an object")
     return RankPart(rank, chunk_bytes, files, spans, tensors, {name: _item(name, item) for name, item in items.items()})
 
@@ -268,71 +300,83 @@ def _is_hex(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]*", value) is not None
 
 
-def _span(entry: Any, where: str, files: tuple[StoredFile, ...], chunk_bytes: int) -> StoredSpan:
-    file = _field(entry, "file", where, lambda value: _is_count(value) and value < len(files), "the number of a file")
-    offset_bytes, size_bytes = _count(entry, "offset", where), _count(entry, "size", where)
-    name = _field(entry, "name", where, _is_text, "text")
-    inside = files[file].header_bytes <= offset_bytes and offset_bytes + size_bytes <= files[file].size_bytes
-    _require(inside, where, f"a place within {files[file].name}", (offset_bytes, size_bytes))
-    chunks = _field(entry, "chunks", where, _is_hex, "hexadecimal digits")
-    count = -(-size_bytes // chunk_bytes)
-    _require(len(chunks) == count * _DIGITS_PER_CHUNK, f"{where}.chunks", f"{count} checksums", chunks)
-    digests = bytes.fromhex(chunks)
-    return StoredSpan(
-        file, name, offset_bytes, size_bytes, tuple(digests[16 * index : 16 * index + 16] for index in range(count))
+def _span(entry: Any, where: str, index: int, files: tuple[StoredFile, ...], chunk_bytes: int) -> StoredSpan:
+    # There may be many: the sentence of a fault is made only when there is one.
+    file, name, offset_bytes, size_bytes, chunks = _fields(
+        entry, where, index, "file", "name", "offset", "size", "chunks"
     )
+    if not (_is_count(file) and _is_count(offset_bytes) and _is_count(size_bytes) and file < len(files)):
+        _require(False, f"{where}.{index}", "numbers of a file and of bytes", (file, offset_bytes, size_bytes))
+    if not files[file].header_bytes <= offset_bytes <= files[file].size_bytes - size_bytes:
+        _require(False, f"{where}.{index}", f"a place within {files[file].name}", (offset_bytes, size_bytes))
+    count = -(-size_bytes // chunk_bytes)
+    if not (isinstance(name, str) and _is_hex(chunks) and len(chunks) == count * _DIGITS_PER_CHUNK):
+        _require(False, f"{where}.{index}", f"a name and {count} checksums", (name, chunks))
+    digests = bytes.fromhex(chunks)
+    parts = (digests,) if count == 1 else tuple(digests[16 * part : 16 * part + 16] for part in range(count))
+    return StoredSpan(file, name, offset_bytes, size_bytes, parts)
+
+
+def _fields(entry: Any, where: str, index: int, *keys: str) -> list[Any]:
+    try:
+        return [entry[key] for key in keys]
+    except (KeyError, TypeError, IndexError):
+        raise ValueError(f"{where}.{index}: expected an object with {', '.join(keys)}, found {entry!r:.80}") from None
 
 
 def _require_full_cover(files: tuple[StoredFile, ...], spans: tuple[StoredSpan, ...], where: str) -> None:
     """Every byte of every file is in its header or in exactly one span, so every byte has a checksum."""
     ends = [file.header_bytes for file in files]
     for span in sorted(spans, key=lambda span: (span.file, span.offset_bytes, span.size_bytes)):
-        _require(
-            span.offset_bytes == ends[span.file],
-            where,
-            f"spans that follow each other (at {span.name!r:.60})",
-            span.offset_bytes,
-        )
+        if span.offset_bytes != ends[span.file]:
+            _require(False, where, f"spans that follow each other (at {span.name!r:.60})", span.offset_bytes)
         ends[span.file] += span.size_bytes
     for file, end in zip(files, ends, strict=True):
         _require(end == file.size_bytes, where, f"spans that fill {file.name}", (end, file.size_bytes))
 
 
-def _view(entry: Any, where: str, spans: tuple[StoredSpan, ...]) -> View:
-    dtype = _field(entry, "dtype", where, _is_text, "text")
-    item_bytes = dtype_bytes(dtype)
-    _require(item_bytes > 0, f"{where}.dtype", "a dtype of this format", dtype)
-    shape = _counts(entry, "shape", where)
-    index = _field(entry, "span", where, lambda value: _is_count(value) and value < len(spans), "the number of a span")
-    offset_bytes, stride = 0, None
+def _view(entry: Any, where: str, index: int, spans: tuple[StoredSpan, ...]) -> View:
+    dtype, shape, span = _fields(entry, where, index, "dtype", "shape", "span")
+    item_bytes = _dtype_bytes_or_0(dtype)
+    if item_bytes == 0 or not _is_count(span) or span >= len(spans) or not _are_counts(shape):
+        _require(False, f"{where}.{index}", "a dtype of this format, a shape and a span", (dtype, shape, span))
     needed = prod(shape) * item_bytes
-    if "stride" in entry:
-        stride, offset_bytes = _counts(entry, "stride", where), _count(entry, "offset", where)
-        _require(len(stride) == len(shape), f"{where}.stride", f"{len(shape)} strides", stride)
-        _require(offset_bytes % item_bytes == 0, f"{where}.offset", f"a multiple of {item_bytes}", offset_bytes)
-        last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        needed = 0 if 0 in shape else offset_bytes + (1 + last) * item_bytes
-        _require(
-            needed <= spans[index].size_bytes, where, "a tensor within its span", (needed, spans[index].size_bytes)
-        )
-    else:
-        _require(needed == spans[index].size_bytes, where, f"a span of {needed} bytes", spans[index].size_bytes)
+    size_bytes = spans[span].size_bytes
+    if len(entry) == 3:
+        if needed != size_bytes:
+            _require(False, f"{where}.{index}", f"a span of {needed} bytes", size_bytes)
+        return View(dtype, tuple(shape), span)
     flags = [entry.get(key, False) for key in ("parameter", "requires_grad")]
-    _require(all(isinstance(flag, bool) for flag in flags), where, "flags", flags)
-    return View(dtype, shape, index, offset_bytes, stride, *flags)
+    if not all(isinstance(flag, bool) for flag in flags):
+        _require(False, f"{where}.{index}", "flags", flags)
+    if "stride" not in entry:
+        if needed != size_bytes:
+            _require(False, f"{where}.{index}", f"a span of {needed} bytes", size_bytes)
+        return View(dtype, tuple(shape), span, 0, None, *flags)
+    offset_bytes, stride = _fields(entry, where, index, "offset", "stride")
+    if not _are_counts(stride) or len(stride) != len(shape) or not _is_count(offset_bytes) or offset_bytes % item_bytes:
+        _require(False, f"{where}.{index}", f"{len(shape)} strides and an even offset", (stride, offset_bytes))
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if 0 not in shape and offset_bytes + (1 + last) * item_bytes > size_bytes:
+        _require(False, f"{where}.{index}", f"a tensor within its span of {size_bytes} bytes", (offset_bytes, stride))
+    return View(dtype, tuple(shape), span, offset_bytes, tuple(stride), *flags)
 
 
-def _counts(entry: Any, key: str, where: str) -> tuple[int, ...]:
-    counts = _list(entry, key, where)
-    _require(len(counts) <= 64 and all(_is_count(count) for count in counts), f"{where}.{key}", "whole numbers", counts)
-    return tuple(counts)
+def _dtype_bytes_or_0(dtype: Any) -> int:
+    return dtype_bytes(dtype) if isinstance(dtype, str) else 0
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= 64 and all(map(_is_count, value))
 
 
 def dtype_bytes(dtype: str) -> int:
     """Bytes of one element of a torch dtype by name, or of a NumPy dtype such as "<f4"; 0 for neither."""
+    if dtype in DTYPE_BYTES:
+        return DTYPE_BYTES[dtype]
     match = _NUMPY_DTYPE.fullmatch(dtype)
     if match is None:
-        return DTYPE_BYTES.get(dtype, 0)
+        return 0
     return int(match[2]) * (4 if match[1] == "U" else 1)
 
 

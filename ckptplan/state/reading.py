@@ -82,11 +82,10 @@ def read_spans(
     return faults
 
 
-def check_sizes(storage: Storage, folder: str, part: RankPart, files: Iterable[int] | None = None) -> list[str]:
+def check_sizes(storage: Storage, folder: str, files: Iterable[StoredFile]) -> list[str]:
     """Faults of the files' presence and sizes; nothing is read."""
     faults = []
-    for number in sorted(set(range(len(part.files)) if files is None else files)):
-        file = part.files[number]
+    for file in files:
         try:
             actual = storage.size_bytes(f"{folder}/{file.name}")
         except OSError as error:
@@ -202,7 +201,7 @@ def check_everything(storage: Storage, folder: str, parts: Iterable[RankPart]) -
     faults: list[str] = []
     known = {"manifest.json"}
     for part in parts:
-        missing = check_sizes(storage, folder, part)
+        missing = check_sizes(storage, folder, part.files)
         faults += missing
         known |= {file.name for file in part.files}
         broken = {fault.split(":")[0] for fault in missing}

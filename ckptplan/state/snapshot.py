@@ -16,7 +16,7 @@ from ckptplan.errors import UnsaveableValueError
 from ckptplan.state.files import FilePlan, entry_names, plan_files
 from ckptplan.state.items import ItemSpec
 from ckptplan.state.manifest import View
-from ckptplan.state.spans import Span, find_spans
+from ckptplan.state.spans import Span, SpanFinder
 from ckptplan.state.tree import Json
 from ckptplan.state.values import Encoder, Leaf
 
@@ -82,6 +82,8 @@ class Snapshots:
     """Makes snapshots; what depends on shapes and names alone is made anew only when they change."""
 
     def __init__(self) -> None:
+        self._finder = SpanFinder()
+        self._settings: Any = None
         self._views: list[View] = []
         self._geometry: list[Any] = []
         self._plans: list[FilePlan] = []
@@ -91,17 +93,22 @@ class Snapshots:
         """The snapshot of the items that this rank writes: its own, and on rank 0 the global ones."""
         mine = [name for name in encoded.trees if scopes[name] == "per_rank" or rank == 0]
         trees, leaves = _only(encoded, mine)
-        views, spans = find_spans(leaves)
-        splits = {name: layout.split_bytes for name in mine if (layout := specs[name].layout) is not None}
-        geometry = [rank, splits, *((span.item, span.name, span.format_dtype, span.format_shape) for span in spans)]
-        if geometry != self._geometry or views != self._views:
-            self._plans = plan_files(spans, rank, splits)
-            self._files = json.dumps([_file_entry(plan, spans) for plan in self._plans], separators=(",", ":")).encode()
-            self._tensors = json.dumps([view.to_json() for view in views], separators=(",", ":")).encode()
-            self._geometry, self._views = geometry, views
+        views, spans, is_same = self._finder.find(leaves)
+        settings = rank, {name: layout.split_bytes for name in mine if (layout := specs[name].layout) is not None}
+        if not is_same or settings != self._settings:
+            self._plan_files(views, spans, settings)
         items = {name: {"scope": scopes[name], "tree": trees[name]} for name in mine}
         encoded_items = json.dumps(items, separators=(",", ":")).encode()
         return Snapshot(spans, self._plans, self._files, self._tensors, encoded_items, tuple(encoded.trees))
+
+    def _plan_files(self, views: list[View], spans: list[Span], settings: tuple[int, dict[str, int | None]]) -> None:
+        geometry = [settings, *((span.item, span.name, span.format_dtype, span.format_shape) for span in spans)]
+        if geometry == self._geometry and views == self._views:
+            return  # other tensors of the same names and shapes
+        self._plans = plan_files(spans, *settings)
+        self._files = json.dumps([_file_entry(plan, spans) for plan in self._plans], separators=(",", ":")).encode()
+        self._tensors = json.dumps([view.to_json() for view in views], separators=(",", ":")).encode()
+        self._geometry, self._views, self._settings = geometry, views, settings
 
 
 def _only(encoded: Encoded, names: list[str]) -> tuple[dict[str, Json], list[Leaf]]:

@@ -18,7 +18,7 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ _SMALL_INT = 2**63
 _TAG_OF_DICT: Mapping[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """A tensor or array of the payload: the item it belongs to and its name within ("layers.0.weight")."""
 
     item: str
@@ -170,7 +169,7 @@ def has_state(value: Any) -> bool:
 
 def why_not_saveable(value: torch.Tensor) -> str | None:
     """The reason why this tensor cannot be stored exactly, or None."""
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+    if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
         return "is a tensor subclass that is not saved; save the plain tensors that it is made of"
     if value.layout is not torch.strided:
         return f"with layout {value.layout} is not saved; save its indices and values, or to_dense()"
@@ -178,7 +177,7 @@ def why_not_saveable(value: torch.Tensor) -> str | None:
         return "is quantized; save int_repr(), scale and zero point instead"
     if value.is_nested:
         return "is nested; save its parts instead"
-    if value.device.type == "meta":
+    if value.is_meta:
         return "is on the meta device and has no values"
     return None
 
