@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -94,14 +95,15 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     checkpoint_id = folder.rpartition("/")[2]
     content = _manifest_bytes(storage, folder)
     manifest = parse_manifest(content, checkpoint_id)
-    if manifest.checkpoint_id != checkpoint_id:
+    if not _may_be_called(checkpoint_id, manifest.checkpoint_id):
         fault = f"manifest.json is that of checkpoint {manifest.checkpoint_id!r}"
-        # A set-aside checkpoint may have had to take another name.
-        if not (folder.startswith("superseded/") and checkpoint_id.startswith(manifest.checkpoint_id + ".")):
-            raise DamagedCheckpointError(
-                f"checkpoint {checkpoint_id!r} is damaged", [fault], checkpoint_id=checkpoint_id
-            )
+        raise DamagedCheckpointError(f"checkpoint {checkpoint_id!r} is damaged", [fault], checkpoint_id=checkpoint_id)
     return manifest
+
+
+def _may_be_called(name: str, checkpoint_id: str) -> bool:
+    """Its own id, or what `superseded/` calls it where that was taken."""
+    return name == checkpoint_id or re.fullmatch(re.escape(checkpoint_id) + r"\.[0-9]+", name) is not None
 
 
 def _manifest_bytes(storage: Storage, folder: str) -> bytes:
@@ -183,7 +185,7 @@ class Folder:
         try:
             summary = parse_summary(_manifest_bytes(self.storage, name), name)
             head = summary.head
-            if head.checkpoint_id != name:
+            if not _may_be_called(name, head.checkpoint_id):
                 return self._damaged(name, f"manifest.json is that of checkpoint {head.checkpoint_id!r}")
             faults = reading.check_sizes(self.storage, name, summary.files)
         except (StateError, OSError) as error:

@@ -89,6 +89,9 @@ class CheckpointManager:
         if self._storage is None or self._storage.local_path is not None:
             self._saver.start_writer()
         _managers.add(self)
+        # A manager that is dropped without `close` lets go of the folder all the same.
+        self._finalizer = weakref.finalize(self, _let_go, self._saver, self._places, self.config.timeout_s)
+        self._finalizer.atexit = False
 
     # --- saving ---
 
@@ -257,11 +260,8 @@ class CheckpointManager:
             return
         self._state = "closed"
         problem = self._wait_for_jobs(0)
-        self._saver.close(1.0 if problem is not None else self.config.timeout_s)
-        for place in self._places.values():
-            if place.lock is not None:
-                place.lock.release()
-                place.lock = None
+        self._finalizer.detach()
+        _let_go(self._saver, self._places, 1.0 if problem is not None else self.config.timeout_s)
         if problem is not None:
             raise problem
         self._raise_unseen()
@@ -500,10 +500,20 @@ class CheckpointManager:
         if self._state != "open":
             return
         self._state = "forked"
+        self._finalizer.detach()
         self._saver.leave()
         for place in self._places.values():
             if place.lock is not None:
                 place.lock.release()
+
+
+def _let_go(saver: Saver, places: dict[str, _Place], timeout_s: float) -> None:
+    """The writer finishes what it has been handed and ends; then the folders are free."""
+    saver.close(timeout_s)
+    for place in places.values():
+        if place.lock is not None:
+            place.lock.release()
+            place.lock = None
 
 
 def _has_saved(place: _Place, info: CheckpointInfo) -> None:

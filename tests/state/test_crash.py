@@ -189,7 +189,7 @@ with CheckpointManager({str(tmp_path)!r}) as states:
     os.killpg(0, signal.SIGINT)
     time.sleep(5)
 """
-    done = subprocess.run([sys.executable, "-c", code], process_group=0, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], start_new_session=True, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "KeyboardInterrupt" in done.stderr
     with CheckpointManager(tmp_path) as states:

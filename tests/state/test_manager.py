@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -242,6 +243,9 @@ def test_going_back_moves_the_newer_ones_aside_and_deletes_nothing(tmp_path: Pat
         assert [info.sequence for info in states.list()] == [1, 5]
         manifest = json.loads((tmp_path / "s-3" / "manifest.json").read_bytes().rpartition(b"\nxxh3")[0])
         assert manifest["resumed_from"] == "s-1"
+    with CheckpointManager(tmp_path / "superseded") as aside:
+        assert aside.load("s-2") == {"x": 2}
+        assert aside.load("s-2.2") == {"x": 20}
 
 
 def test_going_back_is_over_after_the_next_good_save(tmp_path: Path) -> None:
@@ -478,6 +482,18 @@ with CheckpointManager({str(tmp_path)!r}) as again:
 assert os.waitpid(child, 0)[1] == 0
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+
+
+def test_a_manager_that_is_dropped_finishes_and_lets_go_of_the_folder(tmp_path: Path) -> None:
+    states = CheckpointManager(tmp_path)
+    states.save("a", {"w": torch.zeros(2_000_000)})
+    pid = states.writer_pid
+    del states
+    gc.collect()
+    assert not Path(f"/proc/{pid}").exists()
+    with CheckpointManager(tmp_path) as states:
+        states.save("b", {"w": torch.zeros(2)}).result()
+        assert ids(states) == ["a", "b"]
 
 
 def test_a_script_that_never_closes_loses_nothing(tmp_path: Path) -> None:
