@@ -10,16 +10,15 @@ import ctypes
 import itertools
 import mmap
 import os
-import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from ckptplan.errors import SaveFailedError
 from ckptplan.state.files import PAGE_BYTES, FilePlan
+from ckptplan.state.parallel import run_all, try_start
 from ckptplan.state.spans import Span
 from ckptplan.units import MIB, format_bytes
 
@@ -96,8 +95,8 @@ class Arena:
         self.wait_for_population()
         if any(slab.mapping is None for slab in self.slabs):
             self._fill_fresh(plans, spans, threads, filled)
-            self._populating = threading.Thread(target=self._populate, daemon=True, name="ckptplan-state-populate")
-            self._populating.start()
+            populating = threading.Thread(target=self._populate, daemon=True, name="ckptplan-state-populate")
+            self._populating = populating if try_start(populating) else None  # else the next save faults the pages in
             return
         for file, plan in enumerate(plans):
             self._fill_warm(file, plan, spans, threads)
@@ -150,13 +149,7 @@ class Arena:
         lanes: dict[int, list[int]] = {}
         for file, (slab, _) in enumerate(self.images):
             lanes.setdefault(slab, []).append(file)
-        if len(lanes) < 2 or threads < 2:
-            for file in range(len(plans)):
-                fill(file)
-            return
-        with ThreadPoolExecutor(threads, thread_name_prefix="ckptplan-state-copy") as pool:
-            for future in [pool.submit(fill_lane, lane) for lane in lanes.values()]:
-                future.result()
+        run_all(fill_lane, lanes.values(), threads)
 
     def _fill_warm(self, file: int, plan: FilePlan, spans: Sequence[Span], threads: int) -> None:
         slab, offset = self.images[file]
@@ -186,24 +179,12 @@ def copy_pieces(pieces: Sequence[tuple[int, int, int]], threads: int) -> None:
         for target, source, size in pieces:
             ctypes.memmove(target, source, size)
         return
-    work: queue.SimpleQueue[tuple[int, int, int]] = queue.SimpleQueue()
-    for target, source, size in pieces:
-        for start in range(0, size, _PIECE_BYTES):
-            work.put((target + start, source + start, min(_PIECE_BYTES, size - start)))
-
-    def copy() -> None:
-        try:
-            while True:
-                ctypes.memmove(*work.get_nowait())
-        except queue.Empty:
-            return
-
-    helpers = [threading.Thread(target=copy, daemon=True) for _ in range(threads - 1)]
-    for helper in helpers:
-        helper.start()
-    copy()
-    for helper in helpers:
-        helper.join()
+    small = (
+        (target + start, source + start, min(_PIECE_BYTES, size - start))
+        for target, source, size in pieces
+        for start in range(0, size, _PIECE_BYTES)
+    )
+    run_all(lambda piece: ctypes.memmove(*piece), small, threads)
 
 
 def dense_on_cpu(span: Span) -> torch.Tensor:

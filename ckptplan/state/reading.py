@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import xxhash
 
 from ckptplan.state.manifest import RankPart, StoredFile
+from ckptplan.state.parallel import run_all
 from ckptplan.state.storage import ReadInto, Storage
 from ckptplan.state.writer_program import checksum
 from ckptplan.units import MIB
@@ -64,21 +64,19 @@ def read_spans(
     for span in sorted(set(wanted), key=lambda span: (part.spans[span].file, part.spans[span].offset_bytes)):
         by_file.setdefault(part.spans[span].file, []).append(span)
     faults: list[str] = []
-    with ThreadPoolExecutor(num_threads(), thread_name_prefix="ckptplan-state-read") as pool:
-        for number, spans in by_file.items():
-            file = part.files[number]
-            wanted_bytes = sum(part.spans[span].size_bytes for span in spans)
-            sparse = wanted_bytes < _SPARSE_SHARE * file.size_bytes
-            try:
-                with storage.reader(f"{folder}/{file.name}", sparse=sparse) as read_into:
-                    if check:
-                        faults += _check_header(read_into, file)
-                    reader = _Reader(part, file, read_into, target, use, check)
-                    runs = list(_runs(part, spans))
-                    for found in pool.map(reader.read, _batches(runs)):
-                        faults += found
-            except OSError as error:
-                faults.append(f"{file.name}: {error.strerror or error}")
+    for number, spans in by_file.items():
+        file = part.files[number]
+        wanted_bytes = sum(part.spans[span].size_bytes for span in spans)
+        sparse = wanted_bytes < _SPARSE_SHARE * file.size_bytes
+        try:
+            with storage.reader(f"{folder}/{file.name}", sparse=sparse) as read_into:
+                if check:
+                    faults += _check_header(read_into, file)
+                reader = _Reader(part, file, read_into, target, use, check)
+                run_all(reader.read, _batches(list(_runs(part, spans))), num_threads())
+                faults += sorted(reader.faults)
+        except OSError as error:
+            faults.append(f"{file.name}: {error.strerror or error}")
     return faults
 
 
@@ -154,18 +152,17 @@ class _Reader:
         self._part, self._file, self._read_into = part, file, read_into
         self._target, self._use, self._check = target, use, check
         self._local = threading.local()
+        self.faults: list[str] = []
 
-    def read(self, runs: list[_Run]) -> list[str]:
-        faults: list[str] = []
+    def read(self, runs: list[_Run]) -> None:
         for run in runs:
             try:
-                self._read_run(run, faults)
+                self._read_run(run)
             except OSError as error:
                 names = ", ".join(self._part.spans[span].name for span, _, _ in run.pieces[:3])
-                faults.append(f"{self._file.name}: cannot read {names!r}: {error.strerror or error}")
-        return faults
+                self.faults.append(f"{self._file.name}: cannot read {names!r}: {error.strerror or error}")
 
-    def _read_run(self, run: _Run, faults: list[str]) -> None:
+    def _read_run(self, run: _Run) -> None:
         span, start, size = run.pieces[0]
         into = self._target(span) if len(run.pieces) == 1 else None
         data = self._bounce(run.size_bytes) if into is None else into[start : start + size]
@@ -175,7 +172,7 @@ class _Reader:
             piece = data[position : position + size]
             position += size
             if self._check and not self._is_right(span, start, piece):
-                faults.append(f"{self._file.name}: {self._part.spans[span].name!r} does not match its checksum")
+                self.faults.append(f"{self._file.name}: {self._part.spans[span].name!r} does not match its checksum")
                 continue
             if into is None and (place := self._target(span)) is not None:
                 place[start : start + size] = piece

@@ -18,6 +18,7 @@ from ckptplan.state.arena import Arena, memory_of
 from ckptplan.state.folder import CheckpointInfo
 from ckptplan.state.future import Future
 from ckptplan.state.memory import available_bytes
+from ckptplan.state.parallel import try_start
 from ckptplan.state.reading import num_threads
 from ckptplan.state.snapshot import Snapshot
 from ckptplan.state.storage import Storage
@@ -83,7 +84,10 @@ class Saver:
             self._writer.close(1.0)
             self._writer = None
         if self._writer is None and self._mode == "async" and is_supported():
-            self._writer = WriterProcess()
+            try:
+                self._writer = WriterProcess()
+            except OSError as error:
+                _log.warning("no writer process can be started (%s): this save is written on the spot", error)
 
     def wait_for_writer(self, timeout_s: float) -> None:
         """Waits until the writer process has started."""
@@ -104,10 +108,15 @@ class Saver:
         arena = self._take_arena(job.storage, snapshot) if self._mode == "async" else None
         if arena is None:
             self._stream(job, block, lambda file: _pieces_of_spans(snapshot, file), len(snapshot.plans))
-        elif job.storage.local_path is not None and is_supported():
-            self._hand_to_process(job, snapshot, block, lock, arena)
-        else:
+        elif not arena.is_shared:
             self._hand_to_thread(job, snapshot, block, arena)
+        else:
+            self.start_writer()
+            if self._writer is not None:
+                self._hand_to_process(job, snapshot, block, lock, arena, self._writer)
+                return
+            self._free.append(arena)
+            self._stream(job, block, lambda file: _pieces_of_spans(snapshot, file), len(snapshot.plans))
 
     def close(self, timeout_s: float) -> None:
         """Ends the writer process and frees the memory."""
@@ -147,11 +156,9 @@ class Saver:
             raise
         return arena
 
-    def _hand_to_process(self, job: Job, snapshot: Snapshot, block: bytes, lock: int | None, arena: Arena) -> None:
-        self.start_writer()
-        writer = self._writer
-        assert writer is not None
-
+    def _hand_to_process(
+        self, job: Job, snapshot: Snapshot, block: bytes, lock: int | None, arena: Arena, writer: WriterProcess
+    ) -> None:
         def on_message(message: Json | None) -> None:
             if message is None:
                 if job.done.is_set():
@@ -203,7 +210,8 @@ class Saver:
             finally:
                 images.clear()
 
-        threading.Thread(target=write, daemon=True, name="ckptplan-state-save").start()
+        if not try_start(threading.Thread(target=write, daemon=True, name="ckptplan-state-save")):
+            write()
 
     def _stream(
         self,

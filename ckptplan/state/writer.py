@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ import xxhash
 
 from ckptplan.state import writer_program
 from ckptplan.state.arena import Arena
+from ckptplan.state.parallel import try_start
 
 _log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 30.0
@@ -38,20 +40,23 @@ class WriterProcess:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         site = str(Path(xxhash.__file__).parents[1])
         command = [sys.executable, "-I", "-S", writer_program.__file__, str(theirs.fileno()), str(os.getpid()), site]
-        with theirs:
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        try:
+            with theirs:
+                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], **quiet)
+        except BaseException:
+            self._connection.close()
+            raise
         self._handlers: dict[int, Handler] = {}
         self._lock = threading.Lock()
         self.is_ready = threading.Event()
         self._is_dead = False
         self._thread = threading.Thread(target=self._listen, daemon=True, name="ckptplan-state-writer")
-        self._thread.start()
+        if not try_start(self._thread):
+            self._process.kill()
+            self._process.wait()
+            self._connection.close()
+            raise OSError(errno.EAGAIN, "no thread can be started to listen to the writer process")
 
     @property
     def pid(self) -> int:

@@ -119,11 +119,15 @@ class Attempt:
                 failures.append(error)
 
         thread = threading.Thread(target=hash_all)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no more threads to give
+            hash_all()
         try:
             write_file(self._path(index), image, file["size"], self._report)
         finally:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
         if failures:
             raise failures[0]
 

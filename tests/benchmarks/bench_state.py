@@ -3,15 +3,17 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/bench_state.py [--folder DIR] [--gb 1.0] [--rounds 5]
 
 A state of float32 in 200 equal tensors. Yardsticks: memcpy tensor by tensor into warm and into fresh memory, `dd` with
-conv=fsync and with oflag=direct, torch.save + fsync, safetensors, torch.distributed.checkpoint (sync, and async where
-its caller waits). GB is 10**9 bytes; every figure is a minimum / median in seconds. It states how many cores may be
-used, but cannot know how many are free: on a shared machine compare within one run, and minima first.
+conv=fsync and with oflag=direct, torch.save + fsync, safetensors, torch.distributed.checkpoint (sync, and async by
+thread and by process) and torch_checkpointing where it is installed (its times include no fsync). GB is 10**9 bytes;
+every figure is a minimum / median in seconds. It states how many cores may be used, but cannot know how many are free:
+on a shared machine compare within one run, and minima first.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import json
 import os
 import shutil
@@ -89,7 +91,10 @@ def engine_round(folder: Path, payload: dict[str, Any], targets: dict[str, Any],
             time.sleep(0.3)
         times["training time lost"].append(lost_per_save(states, payload, "lost"))
         states.wait()
-        times["load, verified, in place"].append(timed(lambda: states.load("latest", into=targets)))
+        # Written past the page cache: the first load comes from the disk, the second from memory as the yardsticks do.
+        for kind in ("cold", "warm"):
+            seconds = timed(lambda: states.load("latest", into=targets))
+            times[f"load, verified, in place, {kind}"].append(seconds)
         assert torch.equal(targets["model"]["t7"], payload["model"]["t7"])
     with CheckpointManager(location, keep_last=1, mode="sync") as states:
         times["sync save: durable"].append(timed(lambda: states.save("sync", payload).result()))
@@ -99,6 +104,7 @@ def engine_round(folder: Path, payload: dict[str, Any], targets: dict[str, Any],
 def yardstick_round(folder: Path, payload: dict[str, Any], targets: dict[str, Any], times: Times) -> None:
     import safetensors.torch
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     sources, warm = list(payload["model"].values()), list(targets["model"].values())
     copy_each(warm, sources)
@@ -127,7 +133,46 @@ def yardstick_round(folder: Path, payload: dict[str, Any], targets: dict[str, An
         os.sync()
         times["dcp.save"].append(timed(lambda: dcp.save(payload, checkpoint_id=folder / "dcp")))
         times["dcp.load in place"].append(timed(lambda: dcp.load(targets, checkpoint_id=folder / "dcp")))
-    shutil.rmtree(folder / "dcp")
+        for kind in ("thread", "process"):
+            asynchronous(
+                f"dcp.async_save, {kind}",
+                lambda number, kind=kind: dcp.async_save(
+                    payload,
+                    checkpoint_id=folder / f"dcp-{kind}-{number}",
+                    async_checkpointer_type=AsyncCheckpointerType(kind),
+                ),
+                times,
+            )
+    for path in folder.glob("dcp*"):
+        shutil.rmtree(path)
+
+
+def predecessor_round(folder: Path, payload: dict[str, Any], targets: dict[str, Any], times: Times) -> None:
+    """torch_checkpointing, where it is installed; without direct I/O, which fails on ext4."""
+    try:
+        import torch_checkpointing as predecessor
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+    except ImportError:
+        return
+    config = predecessor.CheckpointManager.Config.with_async_save()
+    config = dataclasses.replace(config, storage_config=LocalFileSystemStorageConfig(use_direct_io=False))
+    states = predecessor.CheckpointManager(config)
+    asynchronous("torch_checkpointing", lambda number: states.save(str(folder / f"old-{number}"), payload), times)
+    times["torch_checkpointing load"].append(timed(lambda: states.load(str(folder / "old-1"), into=targets)))
+    states.close()
+    for path in folder.glob("old-*"):
+        shutil.rmtree(path)
+
+
+def asynchronous(name: str, save: Callable[[int], Any], times: Times) -> None:
+    """Two saves: the first pays for the start of the writer."""
+    for number, kind in enumerate(("first", "later")):
+        os.sync()
+        start = time.perf_counter()
+        pending = save(number)
+        times[f"{name}, {kind}: stall"].append(time.perf_counter() - start)
+        pending.result()
+        times[f"{name}, {kind}: done"].append(time.perf_counter() - start)
 
 
 def load_safetensors(path: Path, targets: dict[str, torch.Tensor]) -> None:
@@ -204,14 +249,18 @@ def main() -> None:
     payload = {"model": {f"t{index}": torch.randn(elements) for index in range(NUM_TENSORS)}}
     targets = {"model": {name: torch.zeros(elements) for name in payload["model"]}}
     times: Times = defaultdict(list)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
     try:
         for number in range(arguments.rounds):
             yardstick_round(folder, payload, targets, times)
             engine_round(folder, payload, targets, times, number)
+            if number == 0:  # slow: one round tells enough
+                predecessor_round(folder, payload, targets, times)
             many_small(folder, times)
             times["writer ready"].append(writer_start())
         memory = memory_of_saves(folder, min(arguments.gb, 0.25))
     finally:
+        torch.distributed.destroy_process_group()
         shutil.rmtree(folder)
     report = {name: {"min_s": min(values), "median_s": statistics.median(values)} for name, values in times.items()}
     for name, figures in report.items():

@@ -134,6 +134,8 @@ def kill_writers(location: Path, kills: int, seed: int) -> None:
                 committed.add(f"k-{step}")
             else:
                 assert f"pid {pid}" in str(error)
+            while Path(f"/proc/{pid}").exists():
+                time.sleep(0.001)  # a save that is handed to a dying writer would fail as well
             tensor.fill_(step + 0.5)
             states.save(f"good-{step}", {"w": tensor, "step": step}).result(timeout=20)
         states.wait()
@@ -189,7 +191,9 @@ with CheckpointManager({str(tmp_path)!r}) as states:
     os.killpg(0, signal.SIGINT)
     time.sleep(5)
 """
-    done = subprocess.run([sys.executable, "-c", code], start_new_session=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], start_new_session=True, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode != 0
     assert "KeyboardInterrupt" in done.stderr
     with CheckpointManager(tmp_path) as states:
@@ -319,6 +323,28 @@ def test_a_folder_that_cannot_be_written_is_said_so(tmp_path: Path, mode: str) -
 
 def run_limited(code: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_where_no_thread_and_no_process_can_be_started_it_goes_on_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    def no_thread(thread: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def no_process(*arguments: Any, **named: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr("threading.Thread.start", no_thread)
+    for is_process_possible in (True, False):
+        if not is_process_possible:
+            monkeypatch.setattr("subprocess.Popen", no_process)
+        with CheckpointManager(tmp_path / str(is_process_possible), mode=mode) as states:
+            states.save("a", {"w": torch.ones(5_000_000), "n": {f"t{i}": torch.ones(3) for i in range(50)}}).result()
+            target = torch.zeros(5_000_000)
+            states.load("a", into={"w": target})
+            assert target.sum() == 5_000_000
+            assert states.verify("a") == []
 
 
 def test_ten_thousand_tensors_need_few_descriptors(tmp_path: Path) -> None:
