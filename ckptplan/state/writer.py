@@ -40,10 +40,15 @@ class WriterProcess:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         site = str(Path(xxhash.__file__).parents[1])
         command = [sys.executable, "-I", "-S", writer_program.__file__, str(theirs.fileno()), str(os.getpid()), site]
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         try:
             with theirs:
-                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], **quiet)
+                self._process = subprocess.Popen(
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
         except BaseException:
             self._connection.close()
             raise
