@@ -28,6 +28,7 @@ from ckptplan.errors import (
     SaveFailedError,
     StateError,
     StateMismatchError,
+    UnsupportedStateVersionError,
 )
 from ckptplan.state.config import ManagerConfig, open_location
 from ckptplan.state.coordinator import Coordinator, current_coordinator
@@ -186,6 +187,8 @@ class CheckpointManager:
         self._require_usable()
         if into is not None and not isinstance(into, dict):
             raise TypeError(f"into={type(into).__name__}: expected a dict of templates by item name, or None")
+        if checkpoint_id == "best" and self._retention.keep_best is None:
+            raise ValueError('load("best") needs a manager with keep_best=; or load(states.best(metric, mode))')
         device = torch.device("cpu" if map_location is None else map_location)
         coordinator = self._coordinator()
         unseen = self._raise_unseen(coordinator)
@@ -442,21 +445,19 @@ class CheckpointManager:
         self, coordinator: Coordinator, checkpoint_id: str | os.PathLike[str], problem: StateError | None
     ) -> tuple[_Place, str]:
         """The checkpoint that rank 0 finds under this name; on every rank the same, or the same error."""
-        found: dict[str, str] = {}
+        error = problem
+        name = ""
+        place = self._own_place() if checkpoint_id in ("latest", "best") else self._place_of(checkpoint_id)[0]
         try:
-            if problem is not None:
-                raise problem
-            if checkpoint_id in ("latest", "best"):
-                place = self._own_place()
-                name = place.folder.latest().checkpoint_id if checkpoint_id == "latest" else self.best()
-                if name is None:
+            if error is None and checkpoint_id not in ("latest", "best"):
+                name = self._place_of(checkpoint_id)[1]
+            elif error is None and coordinator.rank == 0:  # others may still see an older state of a network folder
+                name = place.folder.latest().checkpoint_id if checkpoint_id == "latest" else self.best() or ""
+                if not name:
                     raise CheckpointNotFoundError("no checkpoint has the metric that the best is chosen by")
-            else:
-                place, name = self._place_of(checkpoint_id)
-        except StateError as error:
-            found = {"error": str(error)}
-            _raise_first(coordinator, found, error)
-        _raise_first(coordinator, found, None)
+        except (StateError, OSError) as caught:
+            error = _as_state_error(caught)
+        _raise_first(coordinator, error)
         return place, coordinator.all_gather(name)[0]
 
     def _plan_load(
@@ -483,9 +484,9 @@ class CheckpointManager:
         except DamagedCheckpointError as caught:
             next_good = place.folder.next_good(name)
             error = _damaged(name, list(caught.faults), next_good)
-        except StateError as caught:
-            error = caught
-        _raise_first(coordinator, {"error": str(error)} if error else {}, error)
+        except (StateError, OSError) as caught:
+            error = _as_state_error(caught)
+        _raise_first(coordinator, error)
         assert load is not None
         return load
 
@@ -558,14 +559,24 @@ def _agree(coordinator: Coordinator, faults: list[str]) -> list[str]:
     return [f"rank {rank}: {fault}" for rank, found in enumerate(gathered) for fault in found]
 
 
-def _raise_first(coordinator: Coordinator, report: dict[str, str], own: StateError | None) -> None:
-    """Raises on every rank if one has an error: its own where it has one, else that of the first that has."""
-    reports = coordinator.all_gather(report)
+def _raise_first(coordinator: Coordinator, own: StateError | None) -> None:
+    """Raises on every rank if one has an error: its own where it has one, else the like of the first that has."""
+    reports = coordinator.all_gather({"kind": type(own).__name__, "text": str(own)} if own is not None else None)
     if own is not None:
         raise own
-    for rank, other in enumerate(reports):
-        if "error" in other:
-            raise StateError(f"rank {rank}: {other['error']}")
+    for rank, report in enumerate(reports):
+        if report is not None:
+            raise _KINDS.get(report["kind"], StateError)(f"rank {rank}: {report['text']}")
+
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (CheckpointNotFoundError, DamagedCheckpointError, StateMismatchError, UnsupportedStateVersionError)
+}
+
+
+def _as_state_error(error: StateError | OSError) -> StateError:
+    return error if isinstance(error, StateError) else StateError(f"the checkpoint cannot be read: {error}")
 
 
 def _agree_on_scopes(

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckptplan.state import CheckpointManager
+from ckptplan.errors import CheckpointNotFoundError
+from ckptplan.state import CheckpointManager, ItemSpec
 
 PREAMBLE = """
 import json, os, sys, time
@@ -84,8 +85,6 @@ def test_two_ranks_make_one_checkpoint_and_each_gets_its_own_values_back(tmp_pat
 def test_what_is_saved_by_one_is_loaded_by_two_but_for_what_is_per_rank(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "s") as states:
         states.save("a", {"model": {"w": torch.ones(4)}, "lr": 0.5, "mine": {"r": 0}}).result()
-    from ckptplan.state import ItemSpec
-
     with CheckpointManager(tmp_path / "s", items={"mine": ItemSpec(scope="per_rank")}) as states:
         states.save("b", {"model": {"w": torch.ones(4)}, "lr": 0.5, "mine": {"r": 0}}).result()
     told = run_ranks(
@@ -206,6 +205,31 @@ states.close()
 """,
     )
     assert told == [{"next": "a", "untouched": True}] * 2
+
+
+class RankOne:
+    """Rank 1 of 2 whose rank 0 says what is scripted."""
+
+    rank, world_size = 1, 2
+
+    def __init__(self, said: list[Any]) -> None:
+        self.said = said
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [self.said.pop(0), value]
+
+
+def test_rank_0_decides_which_one_is_the_latest_and_the_others_follow(tmp_path: Path) -> None:
+    """B61: a rank that sees an older state of a network folder must not take another way."""
+    with CheckpointManager(tmp_path, mode="sync") as states:
+        for name in ("a", "b"):
+            states.save(name, {"x": name}).result()
+    with CheckpointManager(tmp_path, mode="sync", coordinator=RankOne([None, "a", None, []])) as states:
+        assert states.load("latest", into={"x": ""}) == {"x": "a"}
+    nothing = {"kind": "CheckpointNotFoundError", "text": "there is no checkpoint yet"}
+    alone = CheckpointManager(tmp_path, mode="sync", coordinator=RankOne([nothing]))
+    with alone as states, pytest.raises(CheckpointNotFoundError, match="rank 0: there is no checkpoint yet"):
+        states.load("latest")
 
 
 def test_ranks_save_together_through_a_url(tmp_path: Path) -> None:
