@@ -10,7 +10,6 @@ import atexit
 import builtins
 import logging
 import os
-import platform
 import time
 import weakref
 from collections.abc import Mapping
@@ -24,25 +23,24 @@ import torch
 from ckptplan.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
-    DuplicateCheckpointError,
     SaveFailedError,
     StateError,
     StateMismatchError,
-    UnsupportedStateVersionError,
 )
+from ckptplan.state.agreement import agree_on_faults, agree_on_scopes, as_state_error, raise_first
 from ckptplan.state.config import ManagerConfig, open_location
 from ckptplan.state.coordinator import Coordinator, current_coordinator
+from ckptplan.state.decisions import decide, info_of
 from ckptplan.state.files import CHUNK_BYTES
 from ckptplan.state.folder import CheckpointInfo, Folder, best_of, read_manifest
 from ckptplan.state.future import Future
-from ckptplan.state.ids import ATTEMPT_PREFIX, check_id, step_of
+from ckptplan.state.ids import check_id
 from ckptplan.state.items import ItemSpec, resolve_specs
 from ckptplan.state.loading import Load
 from ckptplan.state.lock import FolderLock
-from ckptplan.state.manifest import FORMAT, VERSION
 from ckptplan.state.memory import no_collection
 from ckptplan.state.saving import Job, Saver, as_save_failure
-from ckptplan.state.snapshot import Encoded, Snapshot, Snapshots, encode_items
+from ckptplan.state.snapshot import Encoded, Snapshots, encode_items
 from ckptplan.state.storage import Storage, delete_checkpoint
 from ckptplan.state.writer_program import pack_job
 
@@ -196,7 +194,7 @@ class CheckpointManager:
         place, name = self._choose(coordinator, checkpoint_id, problem)
         with no_collection():
             load = self._plan_load(coordinator, place, name, into, strict, device)
-            damage = _agree(coordinator, load.check())
+            damage = agree_on_faults(coordinator, load.check())
             if damage:
                 next_good = place.folder.next_good(name) if coordinator.rank == 0 else None
                 raise _damaged(name, damage, coordinator.all_gather(next_good)[0])
@@ -375,13 +373,21 @@ class CheckpointManager:
                 encoded = encode_items(payload)
                 if coordinator.rank == 0:
                     lock = self._lock(place)
-                    decision = self._decide(place, name, metrics, coordinator.world_size)
+                    decision = decide(
+                        name,
+                        place.folder,
+                        resumed=place.resumed,
+                        pending=[job for job in self._pending if job.storage is place.storage],
+                        retention=self._retention,
+                        metrics=metrics,
+                        world_size=coordinator.world_size,
+                    )
         except Exception as caught:
             error = as_save_failure(caught, name)
-        scopes = _agree_on_scopes(coordinator, specs, encoded, error)
+        scopes = agree_on_scopes(coordinator, specs, encoded, error)
         decision = coordinator.all_gather(decision)[0]
         snapshot = self._snapshots.plan(encoded, specs, scopes, coordinator.rank)
-        info = _info(decision["head"], metrics, snapshot)
+        info = info_of(decision["head"], metrics, snapshot)
         location = str(place.storage.local_path or "")
         job = Job(
             place.storage, future, info, decision["attempt"], self.config.timeout_s, lambda: _has_saved(place, info)
@@ -406,41 +412,6 @@ class CheckpointManager:
             self._pending.remove(job)
             raise
 
-    def _decide(self, place: _Place, name: str, metrics: Mapping[str, float], world_size: int) -> dict[str, Any]:
-        """What rank 0 decides for all: the attempt's name, the place in the order, what goes away afterwards."""
-        pending = [job.info for job in self._pending if job.storage is place.storage]
-        infos = place.folder.infos()
-        newer = _newer_than(infos, place.resumed)
-        kept = [info for info in infos if info not in newer]
-        taken = {info.checkpoint_id for info in (*kept, *pending)}
-        if name in taken or (place.folder.exists(name) and name not in {info.checkpoint_id for info in newer}):
-            raise DuplicateCheckpointError(f"checkpoint {name!r} exists already and is left as it is")
-        sequence = 1 + max((info.sequence or 0 for info in (*infos, *pending)), default=0)
-        attempt = f"{ATTEMPT_PREFIX}{name}-{os.urandom(8).hex()}"
-        head = {
-            "format": FORMAT,
-            "version": VERSION,
-            "id": name,
-            "attempt": attempt,
-            "sequence": sequence,
-            "time_unix_s": time.time(),
-            "world_size": world_size,
-            "resumed_from": place.resumed.checkpoint_id if place.resumed is not None else None,
-            "libraries": {"torch": torch.__version__, "python": platform.python_version()},
-            "metrics": {key: float(value).hex() for key, value in metrics.items()},
-        }
-        good = [info for info in kept if not info.damage]
-        new = CheckpointInfo(name, sequence, step_of(name), 0.0, 0, world_size, (), dict(metrics))
-        attempts_of_pending = {job.attempt for job in self._pending}
-        return {
-            "id": name,
-            "attempt": attempt,
-            "head": head,
-            "supersede": [info.checkpoint_id for info in newer],
-            "delete": self._retention.needless([*good, new]),
-            "clean_up": [left for left in place.folder.left_overs() if left not in attempts_of_pending],
-        }
-
     def _choose(
         self, coordinator: Coordinator, checkpoint_id: str | os.PathLike[str], problem: StateError | None
     ) -> tuple[_Place, str]:
@@ -456,8 +427,8 @@ class CheckpointManager:
                 if not name:
                     raise CheckpointNotFoundError("no checkpoint has the metric that the best is chosen by")
         except (StateError, OSError) as caught:
-            error = _as_state_error(caught)
-        _raise_first(coordinator, error)
+            error = as_state_error(caught)
+        raise_first(coordinator, error)
         return place, coordinator.all_gather(name)[0]
 
     def _plan_load(
@@ -485,8 +456,8 @@ class CheckpointManager:
             next_good = place.folder.next_good(name)
             error = _damaged(name, list(caught.faults), next_good)
         except (StateError, OSError) as caught:
-            error = _as_state_error(caught)
-        _raise_first(coordinator, error)
+            error = as_state_error(caught)
+        raise_first(coordinator, error)
         assert load is not None
         return load
 
@@ -519,8 +490,9 @@ def _let_go(saver: Saver, places: dict[str, _Place], timeout_s: float) -> None:
 
 def _has_saved(place: _Place, info: CheckpointInfo) -> None:
     place.resumed = None  # everything newer has been moved aside
-    with suppress(OSError):  # then its manifest is read when it is asked for
-        place.folder.learn(info)
+    if info.world_size == 1:  # else only the manifest knows all files
+        with suppress(OSError):  # then its manifest is read when it is asked for
+            place.folder.learn(info)
 
 
 def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
@@ -528,85 +500,6 @@ def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
         if not isinstance(key, str) or isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"metrics[{key!r}]={value!r:.80}: expected a name and a number")
     return {key: float(value) for key, value in (metrics or {}).items()}
-
-
-def _newer_than(infos: list[CheckpointInfo], resumed: CheckpointInfo | None) -> list[CheckpointInfo]:
-    """Those saved after the one that this run has gone back to; the ones too damaged to be placed count as newer."""
-    if resumed is None or resumed.sequence is None:
-        return []
-    return [info for info in infos if info.sequence is None or info.sequence > resumed.sequence]
-
-
-def _info(head: Mapping[str, Any], metrics: Mapping[str, float], snapshot: Snapshot) -> CheckpointInfo:
-    name = head["id"]
-    return CheckpointInfo(
-        checkpoint_id=name,
-        sequence=head["sequence"],
-        step=step_of(name),
-        time_unix_s=head["time_unix_s"],
-        size_bytes=snapshot.total_bytes,
-        world_size=head["world_size"],
-        items=snapshot.names,
-        metrics=dict(metrics),
-    )
-
-
-def _agree(coordinator: Coordinator, faults: list[str]) -> list[str]:
-    """The faults of all ranks; with the rank where there are several."""
-    if coordinator.world_size == 1:
-        return faults
-    gathered = coordinator.all_gather(faults)
-    return [f"rank {rank}: {fault}" for rank, found in enumerate(gathered) for fault in found]
-
-
-def _raise_first(coordinator: Coordinator, own: StateError | None) -> None:
-    """Raises on every rank if one has an error: its own where it has one, else the like of the first that has."""
-    reports = coordinator.all_gather({"kind": type(own).__name__, "text": str(own)} if own is not None else None)
-    if own is not None:
-        raise own
-    for rank, report in enumerate(reports):
-        if report is not None:
-            raise _KINDS.get(report["kind"], StateError)(f"rank {rank}: {report['text']}")
-
-
-_KINDS = {
-    kind.__name__: kind
-    for kind in (CheckpointNotFoundError, DamagedCheckpointError, StateMismatchError, UnsupportedStateVersionError)
-}
-
-
-def _as_state_error(error: StateError | OSError) -> StateError:
-    return error if isinstance(error, StateError) else StateError(f"the checkpoint cannot be read: {error}")
-
-
-def _agree_on_scopes(
-    coordinator: Coordinator, specs: Mapping[str, ItemSpec], encoded: Encoded, error: Exception | None
-) -> dict[str, str]:
-    """Global or per rank, for each item; raises on all ranks if one cannot save or they hold different things."""
-    names = builtins.list(specs)
-    if coordinator.world_size == 1:
-        if error is not None:
-            raise error
-        return {name: "per_rank" if specs[name].scope == "per_rank" else "global" for name in names}
-    automatic = [name for name in names if specs[name].scope == "auto"]
-    digests = {} if error is not None else {name: encoded.digest(name) for name in automatic}
-    reports = coordinator.all_gather(
-        {"error": str(error) if error else "", "kind": type(error).__name__, "names": names, "digests": digests}
-    )
-    if error is not None:
-        raise error
-    for rank, report in enumerate(reports):
-        if report["error"]:
-            raise SaveFailedError(f"rank {rank}: {report['error']}")
-        if report["names"] != reports[0]["names"]:
-            raise SaveFailedError(f"rank {rank} saves {report['names']}, rank 0 saves {reports[0]['names']}")
-    differing = sorted(name for name in automatic if len({report["digests"][name] for report in reports}) > 1)
-    if differing:
-        raise SaveFailedError(
-            f"items that differ between ranks: {', '.join(differing)}; "
-            'declare each with ItemSpec(scope="per_rank") or ItemSpec(scope="global")'
-        )
-    return {name: "per_rank" if specs[name].scope == "per_rank" else "global" for name in names}
 
 
 def _damaged(name: str, faults: list[str], next_good: str | None) -> DamagedCheckpointError:
