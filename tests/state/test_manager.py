@@ -577,3 +577,11 @@ def test_an_error_of_the_system_keeps_its_number(tmp_path: Path) -> None:
         assert isinstance(error, SaveFailedError)
         assert isinstance(error, OSError)
         assert error.errno == 20
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    import ckptplan.state as state
+
+    assert [name for name in state.__all__ if getattr(state, name).__name__ != name] == []
+    with pytest.raises(AttributeError, match="public names: CheckpointManager"):
+        state.Nothing  # noqa: B018
