@@ -228,6 +228,29 @@ os.kill(os.getpid(), signal.SIGKILL)
     pytest.fail("the writer did not end")
 
 
+def test_what_was_handed_over_is_finished_though_the_trainer_died_with_unread_replies(tmp_path: Path) -> None:
+    """The system then tells the writer of a broken connection before it gives out the messages that still wait."""
+    code = f"""
+import os, signal, time, torch
+from ckptplan.state import CheckpointManager
+states = CheckpointManager({str(tmp_path)!r}, max_pending=4)
+states.save("s-0", {{"w": torch.zeros(10)}}).result()
+os.kill(states.writer_pid, signal.SIGSTOP)
+for step in range(1, 5):
+    states.save(f"s-{{step}}", {{"w": torch.full((2_000_000,), float(step))}})
+states._saver._writer._lock.acquire()  # the thread that reads replies stops at the first one
+os.kill(states.writer_pid, signal.SIGCONT)
+while not os.path.isdir({str(tmp_path / "s-1")!r}):
+    time.sleep(0.0005)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -signal.SIGKILL
+    with CheckpointManager(tmp_path) as states:
+        states.save("after", {"x": 1}).result()
+        assert [info.checkpoint_id for info in states.list()] == ["s-0", "s-1", "s-2", "s-3", "s-4", "after"]
+        assert states.load("s-4")["w"].unique().tolist() == [4]
+
+
 def test_a_folder_that_stays_locked_is_given_up_after_the_time_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
