@@ -114,3 +114,76 @@ class RunInterruptedError(CkptplanError):
         super().__init__(f"interrupted by {signal_name}")
         self.signal_number = signal_number
         self.signal_name = signal_name
+
+
+class StateError(CkptplanError):
+    """Base of what `ckptplan.state` raises on purpose.
+
+    Attributes:
+        faults: every fault found, one sentence each (one for most errors).
+    """
+
+    def __init__(self, message: str, faults: Sequence[str] = ()) -> None:
+        self.faults = tuple(faults) or (message,)
+        super().__init__(message + "".join(f"\n- {fault}" for fault in faults))
+
+
+class UnsaveableValueError(StateError, TypeError):
+    """Some values of the payload have no exact form in a checkpoint; every one is named by path and type."""
+
+
+class DuplicateCheckpointError(StateError):
+    """The id is taken by a finished checkpoint, which is left as it is."""
+
+
+class CheckpointNotFoundError(StateError):
+    """There is no such checkpoint, or none at all."""
+
+
+class DamagedCheckpointError(StateError):
+    """What is stored is not what was written.
+
+    Attributes:
+        checkpoint_id: the damaged one.
+        next_good: id of the newest older checkpoint that passes every check (None: there is none, or not looked for).
+    """
+
+    def __init__(
+        self, message: str, faults: Sequence[str] = (), *, checkpoint_id: str = "", next_good: str | None = None
+    ) -> None:
+        super().__init__(message, faults)
+        self.checkpoint_id = checkpoint_id
+        self.next_good = next_good
+
+
+class UnsupportedStateVersionError(StateError):
+    """The checkpoint was written in a format that this version does not read."""
+
+
+class StateMismatchError(StateError):
+    """What is stored does not fit what it should be loaded into; nothing was changed."""
+
+
+class SaveFailedError(StateError, OSError):
+    """A save did not become a checkpoint; the earlier ones are untouched and the next save can work.
+
+    Attributes:
+        errno, strerror, filename: as of any OSError, where the system gave a reason (a full disk is ENOSPC).
+    """
+
+    def __init__(self, message: str, *, errno: int | None = None, filename: str | None = None) -> None:
+        StateError.__init__(self, message)
+        self.errno = errno
+        self.strerror = message
+        self.filename = filename
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class WriterDiedError(SaveFailedError):
+    """The process that writes ended before it had written everything."""
+
+
+class FolderInUseError(StateError):
+    """Another process (or another manager here) writes checkpoints into the same folder."""

@@ -1,0 +1,135 @@
+"""One item of a checkpoint as a Hugging Face style set of safetensors files: shards of a bounded size and an index.
+
+Needs no torch: the bytes are copied, checked against their checksums.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckptplan.errors import CheckpointNotFoundError, DamagedCheckpointError, StateError
+from ckptplan.state import reading
+from ckptplan.state.folder import read_manifest
+from ckptplan.state.manifest import RankPart, View, dtype_bytes, format_of
+from ckptplan.state.storage import Storage
+from ckptplan.state.tree import BadValueError, leaves_of
+from ckptplan.state.writer_program import fsync_folder, new_file
+
+DEFAULT_SHARD_BYTES = 5 * 10**9
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written: the files (the index last, where there is one), and the leaves that are no tensors."""
+
+    files: tuple[str, ...]
+    skipped: tuple[str, ...]
+
+
+def export_item(
+    storage: Storage, checkpoint_id: str, item: str, target: Path, *, shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> Export:
+    """Writes the tensors of an item into the new or empty folder `target`; each name gets its own bytes, tied or not.
+
+    Raises StateError for names that collide, DamagedCheckpointError, CheckpointNotFoundError.
+    """
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes={shard_bytes!r}: expected at least 1")
+    manifest = read_manifest(storage, checkpoint_id)
+    part = manifest.ranks[0]
+    if item not in part.items:
+        raise CheckpointNotFoundError(f"{checkpoint_id!r} has no item {item!r}; it has {', '.join(part.items)}")
+    tensors, skipped = _tensors(part, item)
+    if target.exists() and any(target.iterdir()):
+        raise StateError(f"{target} is not empty")
+    target.mkdir(parents=True, exist_ok=True)
+    shards = _shards(tensors, shard_bytes)
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        _write_shard(storage, checkpoint_id, part, shard, target / name)
+    if len(shards) > 1:
+        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        total = sum(_size(view) for view in tensors.values())
+        index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+        with new_file(str(target / _INDEX)) as descriptor, open(descriptor, "w", closefd=False) as file:
+            file.write(index)
+        names.append(_INDEX)
+    fsync_folder(str(target))
+    return Export(tuple(names), tuple(skipped))
+
+
+def _tensors(part: RankPart, item: str) -> tuple[dict[str, View], list[str]]:
+    """Views by dotted name, and the names of what is no tensor."""
+    tensors: dict[str, View] = {}
+    skipped = []
+    try:
+        for path, node in leaves_of(part.items[item].tree, ""):
+            number = node.get("tensor") if isinstance(node, dict) else None
+            if number is None:
+                skipped.append(path)
+                continue
+            name = path or item
+            if number >= len(part.tensors) or name == "__metadata__":
+                raise BadValueError(f"{name}: cannot be exported")
+            if name in tensors:
+                raise StateError(f"two tensors of {item!r} would have the name {name!r} in the export")
+            tensors[name] = part.tensors[number]
+    except BadValueError as error:
+        raise StateError(f"item {item!r} is not what this version writes: {error}") from None
+    return tensors, skipped
+
+
+def _shards(tensors: dict[str, View], shard_bytes: int) -> list[dict[str, View]]:
+    shards: list[dict[str, View]] = [{}]
+    used = 0
+    for name, view in tensors.items():
+        if shards[-1] and used + _size(view) > shard_bytes:
+            shards.append({})
+            used = 0
+        shards[-1][name] = view
+        used += _size(view)
+    return shards
+
+
+def _size(view: View) -> int:
+    return prod(view.shape) * dtype_bytes(view.dtype)
+
+
+def _write_shard(storage: Storage, folder: str, part: RankPart, shard: dict[str, View], path: Path) -> None:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    # Wider elements first: aligned without holes, which the format does not allow.
+    ordered = sorted(shard, key=lambda name: -dtype_bytes(shard[name].dtype))
+    for name in ordered:
+        dtype, shape = format_of(shard[name].dtype, shard[name].shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (position, position + _size(shard[name]))}
+        position += _size(shard[name])
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with new_file(str(path)) as descriptor, open(descriptor, "wb", closefd=False) as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name in ordered:
+            file.write(_dense_bytes(storage, folder, part, shard[name]))
+
+
+def _dense_bytes(storage: Storage, folder: str, part: RankPart, view: View) -> memoryview:
+    buffer = memoryview(bytearray(part.spans[view.span].size_bytes))
+    faults = reading.read_spans(storage, folder, part, [view.span], target=lambda span: buffer)
+    if faults:
+        raise DamagedCheckpointError(f"checkpoint {folder!r} is damaged", faults, checkpoint_id=folder)
+    if view.stride is None or _size(view) == 0:
+        return buffer[: _size(view)]
+    item_bytes = dtype_bytes(view.dtype)
+    flat = np.frombuffer(buffer, np.uint8)[view.offset_bytes :]
+    strides = [step * item_bytes for step in view.stride] + [1]
+    strided = np.lib.stride_tricks.as_strided(flat, [*view.shape, item_bytes], strides, writeable=False)
+    return memoryview(strided.tobytes())
