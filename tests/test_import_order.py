@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ PACKAGE = Path(ckptplan.__file__).parent
 ORDER = """
 errors units config record graph options
 randomness runtime optim trees blocks memory recompute replay twin subject profiles selective stages operators
-trace discovery observe kinds choices regions measure
+trace discovery observe kinds choices regions tied measure
 plan targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
 planners.options planners.stairs planners.stretches planners.nested planners.milp
 planners.budgets planners.reasons planners
@@ -39,11 +40,11 @@ planners.milp planners.budgets planners.reasons curve certificate explanation da
 
 
 def files() -> dict[str, Path]:
-    """Module name below ckptplan -> file. The package's own __init__ (lazy) and Hydra's plugin stand apart."""
+    """Module name below ckptplan -> file. The package's own __init__ (lazy), Hydra's plugin and state/ stand apart."""
     found = {}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if parts[0] != "plugins" and parts != ("__init__",):
+        if parts[0] not in ("plugins", "state") and parts != ("__init__",):
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
@@ -72,6 +73,13 @@ def test_every_file_has_its_place() -> None:
 def test_a_file_imports_only_what_stands_above_it(module: str) -> None:
     above = set(ORDER[: ORDER.index(module)])
     assert imports_of(files()[module].read_text(encoding="utf-8")) <= above
+
+
+def test_the_state_half_can_be_lifted_out() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in (PACKAGE / "state").glob("*.py")]
+    assert len(sources) > 20
+    assert set().union(*map(imports_of, sources)) <= {"errors", "units"}
+    assert not any(re.search(r"(from|import) ckptplan\.state", p.read_text(encoding="utf-8")) for p in files().values())
 
 
 def test_the_check_sees_an_import_in_any_form() -> None:
