@@ -38,8 +38,8 @@ from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCo
 from ckptplan.randomness import random_state_restored
 from ckptplan.regions import loss_bytes, post_forward, pre_forward
 from ckptplan.stages import GradientLayout, StageForward, gradients_handed_back, stage_flops, time_stage
-from ckptplan.subject import LossFn, PlainChain, Subject, Trials, require_placement
-from ckptplan.trace import BlockCall, ChainTrace, trace_chain, value_signature
+from ckptplan.subject import LossFn, PlainChain, Subject, Trials, default_device, require_placement
+from ckptplan.trace import BlockCall, ChainTrace, trace_subject, value_signature
 from ckptplan.trees import distinct_storages
 
 
@@ -124,13 +124,13 @@ def profile_model(
             ``model.declared_blocks()`` gives, else found by one forward.
         batch: handed to ``loss_fn``; its tensors stand before the step and are not counted.
         loss_fn: ``loss_fn(model, batch)`` -> scalar loss.
-        device: default: where the model's parameters are.
+        device: default: where the model's parameters are (without any: its buffers, the batch).
         check_stop: called between trials; may raise to end the profiling.
         selective: as in ``profile_blocks``.
 
     Raises: as ``profile_blocks``.
     """
-    where = torch.device(device) if device is not None else next(model.parameters()).device
+    where = torch.device(device) if device is not None else default_device(model, batch)
     declared = _resolve_blocks(model, blocks, batch, loss_fn, where)
     if not declared:
         raise ValueError("blocks is empty; declare at least one block")
@@ -218,7 +218,7 @@ class _Clock:
 def _measure(
     subject: Subject, trials: Trials, memory: str, check_stop: Callable[[], None], selective: bool
 ) -> ChainProfile:
-    trace = trace_chain(subject.names, subject.modules, subject.run_step, subject.outside, subject.device)
+    trace = trace_subject(subject)
     regions: dict[str, StageForward] = {}
     if subject.has_loss:
         regions["post"] = post_forward(subject, trace)

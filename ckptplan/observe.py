@@ -1,12 +1,19 @@
 """What a block's forward does besides computing: random draws, changed buffers, attributes and inputs.
 
-Observed by running the block twice from the same state, not guessed from class names.
+Observed by running the block from equal states, not guessed from class names. The state is the one before the very
+first run (taken in the trace), so that what a forward does only once is seen too. Not seen: global variables and
+class attributes, as long as no output depends on them.
 """
 
 from __future__ import annotations
 
+import array
+import collections
+import functools
+import itertools
 import random
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +22,15 @@ import torch
 from torch import nn
 
 from ckptplan.randomness import library_state, set_torch_state, torch_state
-from ckptplan.trace import BlockCall
-from ckptplan.trees import tensors_in
+from ckptplan.trace import BlockCall, buffer_versions
+from ckptplan.trees import attributes_of, is_filled, same, tensors_anywhere, tensors_in, value_hash
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None), array.array, itertools.count)
+_OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType)
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _DEPTH = 6  # how deep nested attribute values are looked into
+# A first run may choose another algorithm than later ones, with other rounding.
+_FIRST_RTOL = 1e-2
 
 
 @dataclass(frozen=True)
@@ -32,49 +42,129 @@ class Observation:
     exclusion_reason: str | None
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What one run of a block gave and did."""
+
+    output: list[torch.Tensor]
+    mutated: set[str]
+    draws: bool
+    attributes: dict[str, Any]
+    touched_input: bool
+    touched_argument: str | None
+    drew_from_library: bool
+
+
 def observe(module: nn.Module, call: BlockCall, run: Callable[..., Any], device: torch.device) -> Observation:
-    """Call ``run(*args, **kwargs)``, which runs the module, twice from equal state and compare.
+    """Call ``run(*args, **kwargs)``, which runs the module, twice from the state of its first run and compare.
 
     ``module`` must be a twin: its buffers and attributes are changed.
     """
-    _outputs(call, run)  # lazily made caches and attributes come into being here
-    buffers = {name: b.detach().clone() for name, b in module.named_buffers(remove_duplicate=False)}
-    versions = _versions(module)
-    streams, library = torch_state(device), library_state()
-    first, touched = _outputs(call, run)
-    is_library_drawn = library != library_state()
-    mutated = tuple(
-        name
-        for name, b in module.named_buffers(remove_duplicate=False)
-        if not same(b, buffers.get(name)) or versions.get(name) != (id(b), b._version)
-    )
-    draws = not all(same(a, b) for a, b in zip(streams, torch_state(device), strict=True))
-    attributes = attribute_state(module)
+    settled = {name: b.detach().clone() for name, b in module.named_buffers(remove_duplicate=False)}
+    one = _run_from(call.first.buffers, module, call, run, device)
+    two = _run_from(call.first.buffers, module, call, run, device)
+    mutated = {*call.first.changed, *one.mutated, *two.mutated}
+    if mutated:  # a forward may do something else once its buffers have changed
+        mutated |= _run_from(settled, module, call, run, device).mutated
+    names = [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    return Observation(one.draws, tuple(n for n in names if n in mutated), _reason(module, call, one, two))
+
+
+def _run_from(
+    buffers: dict[str, torch.Tensor],
+    module: nn.Module,
+    call: BlockCall,
+    run: Callable[..., Any],
+    device: torch.device,
+) -> _Run:
     _restore_buffers(module, buffers)
-    set_torch_state(streams, device)
-    second, _ = _outputs(call, run)
-    again = attribute_state(module)
-    changed = sorted(name for name in {*attributes, *again} if attributes.get(name) != again.get(name))
-    reason = None
-    if touched:
-        reason = "its forward changes its own input in place, so the input kept for a recomputation would be wrong"
-    elif is_library_drawn:
-        reason = (
-            "its forward draws from Python's or NumPy's global random stream, which a recomputation does not restore"
+    set_torch_state(call.first.random_states, device)
+    start = {name: b.detach().clone() for name, b in module.named_buffers(remove_duplicate=False)}
+    versions, library = buffer_versions(module), library_state()
+    output, touched_input, touched_argument = _outputs(call, run)
+    return _Run(
+        output=output,
+        mutated={
+            name
+            for name, b in module.named_buffers(remove_duplicate=False)
+            if versions.get(name) != (id(b), b._version) or not same(b, start.get(name))
+        },
+        draws=not all(same(a, b) for a, b in zip(call.first.random_states, torch_state(device), strict=True)),
+        attributes=attribute_state(module),
+        touched_input=touched_input,
+        touched_argument=touched_argument,
+        drew_from_library=library != library_state(),
+    )
+
+
+def _reason(module: nn.Module, call: BlockCall, one: _Run, two: _Run) -> str | None:
+    """Why a recomputation would not give what the forward gave, or would do something twice; None where neither."""
+    names = sorted({*one.attributes, *two.attributes})
+    changed = [name for name in names if one.attributes.get(name) != two.attributes.get(name)]
+    if one.touched_input:
+        return "its forward changes its own input in place, so the input kept for a recomputation would be wrong"
+    if one.drew_from_library:
+        return "its forward draws from Python's or NumPy's global random stream, which a recomputation does not restore"
+    if changed:  # an attribute that is set to the same value again is none of these
+        return f"its forward changes the Python attribute {changed[0]!r}, which a recomputation would change again"
+    if one.touched_argument is not None:
+        return f"its forward changes {one.touched_argument}, which a recomputation would change again"
+    seen_in_trace = _reason_of_first_run(call)
+    if seen_in_trace is not None:
+        return seen_in_trace
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            return f"its part {path!r} is a torch.jit.ScriptModule, which may save other tensors in a second run"
+    if not _alike(one.output, two.output, same):
+        return "two runs from the same state give different outputs, so a recomputation would not be exact"
+    if not _alike(one.output, [t.detach() for t in tensors_in(call.output)], _nearly):
+        return "its first run gives another output than later ones, so a recomputation of it would not be exact"
+    return None
+
+
+def _reason_of_first_run(call: BlockCall) -> str | None:
+    first = call.first
+    if first.written:
+        return f"its forward writes to its parameter {first.written[0]!r}, which a recomputation would find changed"
+    if first.made:
+        return f"its forward makes the buffer {first.made[0]!r}, which a recomputation would find made"
+    if first.graph_kept_in is not None:
+        return (
+            f"its forward keeps a tensor with its graph in the attribute {first.graph_kept_in!r}, which a "
+            "recomputation would replace"
         )
-    elif changed:  # an attribute that is set to the same value again is none of these
-        reason = f"its forward changes the Python attribute {changed[0]!r}, which a recomputation would change again"
-    elif len(first) != len(second) or not all(same(a, b) for a, b in zip(first, second, strict=True)):
-        reason = "two runs from the same state give different outputs, so a recomputation would not be exact"
-    return Observation(draws, mutated, reason)
+    for name, other in first.shared_with.items():
+        return (
+            f"the buffer {name!r} is shared with block {other!r} and changes in the forward, so a recomputation would "
+            "not find what the forward found"
+        )
+    return None
 
 
-def _outputs(call: BlockCall, run: Callable[..., Any]) -> tuple[list[torch.Tensor], bool]:
+def _alike(
+    left: list[torch.Tensor], right: list[torch.Tensor], equal: Callable[[torch.Tensor, torch.Tensor], bool]
+) -> bool:
+    return len(left) == len(right) and all(equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def _nearly(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if not left.numel() or not left.is_floating_point():
+        return same(left, right)
+    difference = (left.double() - right.double()).abs().nan_to_num(0.0, posinf=0.0).max()
+    return bool(difference <= _FIRST_RTOL * right.double().abs().nan_to_num(0.0).max())
+
+
+def _outputs(call: BlockCall, run: Callable[..., Any]) -> tuple[list[torch.Tensor], bool, str | None]:
+    """What a run gives; whether it changed a tensor among its arguments; which other argument it changed."""
     copies, args, kwargs = call.fresh()
-    outside = [t for t in tensors_in((args, kwargs)) if not any(t is c for c in copies)]
+    outside = [t for t in tensors_anywhere((args, kwargs)) if not any(t is c for c in copies)]
     before = [t.detach().clone() for t in outside]
     versions = [t._version for t in (*copies, *outside)]
+    start = _argument_states(args, kwargs)
     output = [t.detach().clone() for t in tensors_in(run(*args, **kwargs))]
+    end = _argument_states(args, kwargs)
     touched = [t._version for t in (*copies, *outside)] != versions
     touched |= not all(same(c.detach(), o.detach()) for c, o in zip(copies, call.boundary, strict=True))
     for now, then in zip(outside, before, strict=True):
@@ -82,22 +172,14 @@ def _outputs(call: BlockCall, run: Callable[..., Any]) -> tuple[list[torch.Tenso
             touched = True
             with torch.no_grad():
                 now.detach().copy_(then)
-    return output, touched
+    return output, touched, next((name for name in start if start[name] != end[name]), None)
 
 
-def same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    """Bitwise equal values, NaN equal to NaN."""
-    if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
-        return left is right
-    return bool(torch.equal(left, right)) or bool(torch.allclose(left, right, rtol=0, atol=0, equal_nan=True))
-
-
-def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Which tensor each buffer is and how often it was written to: a write may leave the value as it was.
-
-    That is so for a power iteration that has converged, until the weights change.
-    """
-    return {name: (id(b), b._version) for name, b in module.named_buffers(remove_duplicate=False)}
+def _argument_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Comparable values of the arguments; of their tensors only which they are."""
+    named = {f"its argument {i} (a {type(a).__name__})": a for i, a in enumerate(args)}
+    named |= {f"its argument {name!r} (a {type(a).__name__})": a for name, a in kwargs.items()}
+    return {name: _comparable(value, _DEPTH, id) for name, value in named.items()}
 
 
 def _restore_buffers(module: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
@@ -109,38 +191,62 @@ def _restore_buffers(module: nn.Module, buffers: dict[str, torch.Tensor]) -> Non
 
 def attribute_state(module: nn.Module) -> dict[str, Any]:
     """Comparable values of all plain Python attributes of a module and its submodules, by dotted name."""
+    parts = frozenset(id(part) for part in module.modules())
     state = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if name not in _MODULE_INTERNALS:
-                state[f"{path}.{name}".lstrip(".")] = _comparable(value, _DEPTH)
+                state[f"{path}.{name}".lstrip(".")] = _comparable(value, _DEPTH, _tensor_values, parts)
     return state
 
 
-def _comparable(value: Any, depth: int) -> Any:
+def _tensor_values(tensor: torch.Tensor) -> Any:
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta":
+        return id(tensor), tensor._version
+    return str(tensor.dtype), tuple(tensor.shape), value_hash(tensor)
+
+
+def _comparable(
+    value: Any, depth: int, of_tensor: Callable[[torch.Tensor], Any], seen: frozenset[int] = frozenset()
+) -> Any:
+    """Equal for values that hold the same; objects in ``seen`` are described elsewhere."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, torch.Tensor):
-        return (
-            str(value.dtype),
-            tuple(value.shape),
-            value.detach().cpu().flatten().tolist() if value.numel() < 1e5 else None,
-        )
-    if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if depth == 0 or isinstance(value, (nn.Module, type)) or callable(value):
+        return of_tensor(value)
+    if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+        return _random_state(value)
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, repr(value.tolist()) if value.dtype.hasobject else value.tobytes()
+    if depth == 0 or isinstance(value, _OPAQUE) or id(value) in seen:
         return id(value)
-    if isinstance(value, dict):
-        return [(repr(key), _comparable(item, depth - 1)) for key, item in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [_comparable(item, depth - 1) for item in value]
+    seen = seen | {id(value)}
+
+    def inside(items: Iterable[Any]) -> list[Any]:
+        return [_comparable(item, depth - 1, of_tensor, seen) for item in items]
+
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
-    try:
-        return [(name, _comparable(item, depth - 1)) for name, item in vars(value).items()]
-    except TypeError:
-        return id(value)
+    if isinstance(value, Mapping):
+        return list(zip(map(repr, value.keys()), inside(value.values()), strict=True))
+    if isinstance(value, (list, tuple, collections.deque)):
+        return inside(value)
+    if isinstance(value, functools.partial):
+        return inside([value.func, value.args, value.keywords])
+    if isinstance(value, types.MethodType):
+        return inside([value.__func__, value.__self__])
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
+        return id(value), inside([*cells, *(value.__defaults__ or ()), vars(value)])
+    held = {name: item for name, item in attributes_of(value).items() if name != "_parameters"}
+    if not held:
+        return id(value), repr(value)  # such as an iterator, which may show where it stands
+    return list(zip(held, inside(held.values()), strict=True))
+
+
+def _random_state(stream: Any) -> Any:
+    if isinstance(stream, torch.Generator):
+        return value_hash(stream.get_state())
+    if isinstance(stream, random.Random):
+        return stream.getstate()
+    return repr(stream.bit_generator.state if isinstance(stream, np.random.Generator) else stream.get_state())

@@ -9,7 +9,7 @@ import torch
 
 from ckptplan.stages import GradientLayout, Mark, StageForward, StageRun, own_copies
 from ckptplan.subject import Subject
-from ckptplan.trace import BlockCall, ChainTrace, StopAtFirstBlock, exchanged_forwards
+from ckptplan.trace import BlockCall, ChainTrace, StopAtFirstBlock, exchanged_forwards, forget_graphs
 from ckptplan.trees import map_tensors, storage_key, tensors_in
 
 
@@ -41,6 +41,8 @@ def post_forward(subject: Subject, trace: ChainTrace) -> StageForward:
         made: list[torch.Tensor] = []
         handed_back: GradientLayout = {}
         beside: list[Any] = []
+        for module in subject.modules:  # what the stands do not make anew must not be of a step that is over
+            forget_graphs(module)
 
         def last(*args: Any, **kwargs: Any) -> Any:
             beside.append((args, kwargs))

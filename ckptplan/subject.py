@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +12,9 @@ import torch
 from torch import nn
 
 from ckptplan.blocks import CheckpointableBlock, call_block, model_fingerprint
-from ckptplan.trees import map_tensors, tensors_in
-from ckptplan.twin import make_twin
+from ckptplan.errors import BlockDeclarationError
+from ckptplan.trees import map_tensors, tensors_anywhere
+from ckptplan.twin import CANNOT_COPY, make_twin
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -52,9 +55,20 @@ def require_placement(
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("device='cuda' was asked for, but this PyTorch sees no CUDA device; use device='cpu'")
     for block in blocks:
+        if _is_planned(block.module):
+            raise ValueError(
+                f"a plan is active on block {block.block_id!r} (its forward is exchanged); leave the "
+                "'with checkpointed(...)' or call remove() before profiling the model"
+            )
+        if isinstance(block.module, torch.jit.ScriptModule):
+            raise BlockDeclarationError(
+                f"block {block.block_id!r} is a torch.jit.ScriptModule, whose forward cannot be exchanged; declare the "
+                "module that it was scripted from, or one that holds it"
+            )
         for name, tensor in (*block.module.named_parameters(), *block.module.named_buffers()):
             if isinstance(tensor, nn.parameter.UninitializedParameter):
                 raise ValueError(f"{block.block_id}.{name} has no shape yet; run the model once before profiling it")
+            _require_strided(tensor, f"{block.block_id}.{name}")
             if tensor.device.type != device.type:
                 raise ValueError(
                     f"{block.block_id}.{name} is on {tensor.device}, device={str(device)!r} was asked for; "
@@ -63,7 +77,8 @@ def require_placement(
             is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
             if dtype is not None and is_weight and tensor.dtype != dtype:
                 raise ValueError(f"{block.block_id}.{name} is {tensor.dtype}, dtype={dtype} was asked for")
-    for tensor in tensors_in(batch):
+    for tensor in tensors_anywhere(batch):
+        _require_strided(tensor, "an example input")
         if tensor.device.type != device.type:
             raise ValueError(
                 f"an example input of shape {tuple(tensor.shape)} is on {tensor.device}, "
@@ -71,10 +86,29 @@ def require_placement(
             )
 
 
+def _require_strided(tensor: torch.Tensor, name: str) -> None:
+    if tensor.is_nested or tensor.layout != torch.strided:
+        found = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise TypeError(f"{name} is a tensor that is {found}; only dense (strided) tensors can be profiled")
+
+
+def _is_planned(module: nn.Module) -> bool:
+    return type(vars(module).get("forward")).__module__ == "ckptplan.apply"
+
+
+def default_device(model: nn.Module, batch: Any) -> torch.device:
+    """Where the parameters are; without any, the buffers; without these, the batch; else the CPU."""
+    tensors = itertools.chain(model.parameters(), model.buffers(), tensors_anywhere(batch))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
 @dataclass
 class Subject:
     """The twin that is measured, and how to run it."""
 
+    twin: nn.Module
+    callers_parameters: dict[str, nn.Parameter]
+    callers_buffers: dict[str, torch.Tensor]
     names: list[str]
     modules: list[nn.Module]
     run_step: Callable[[], Any]
@@ -98,10 +132,13 @@ class Subject:
                 parameter.grad = torch.zeros_like(parameter)
         own_batch = private_batch(batch)
         return Subject(
+            twin=twin,
+            callers_parameters=dict(model.named_parameters()),
+            callers_buffers=dict(model.named_buffers()),
             names=[b.block_id for b in blocks],
             modules=list(modules),
             run_step=lambda: step(twin, own_batch),
-            outside=tensors_in(own_batch),
+            outside=tensors_anywhere(own_batch),
             device=device,
             has_loss=has_loss,
             fingerprint=model_fingerprint(blocks),
@@ -121,4 +158,8 @@ def private_batch(batch: Any) -> Any:
             own.grad = torch.zeros_like(own)
         return own
 
-    return map_tensors(batch, copied)
+    copies = {id(tensor): copied(tensor) for tensor in tensors_anywhere(batch)}
+    try:
+        return copy.deepcopy(batch, dict(copies))  # objects of the caller's too: a forward may change them
+    except CANNOT_COPY:
+        return map_tensors(batch, lambda tensor: copies[id(tensor)])

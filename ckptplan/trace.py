@@ -6,7 +6,7 @@ Works on a twin (see ``twin.py``): block forwards are exchanged for stand-ins wh
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +15,37 @@ import torch
 from torch import nn
 
 from ckptplan.errors import BlockDeclarationError, UnsupportedBoundaryError
+from ckptplan.randomness import torch_state
 from ckptplan.stages import GradientLayout, copies_of, own_copies
-from ckptplan.trees import map_tensors, storage_key, tensors_in
+from ckptplan.subject import Subject
+from ckptplan.trees import map_tensors, same, storage_key, tensors_in
+from ckptplan.twin import WriteGuard, computed_weights
 
 Step = Callable[[], Any]  # one forward of the whole model; returns the loss, or the output where there is no loss
 Autocast = tuple[bool, torch.dtype, bool]
+
+
+@dataclass
+class FirstRun:
+    """State of a block around the first run of its forward, which may change what no later run does.
+
+    Attributes:
+        buffers, versions, random_states: what the run started from (see ``buffer_versions``).
+        changed: names of the buffers that it wrote to or replaced.
+        made: names of the buffers that were None before it.
+        graph_kept_in: an attribute in which it left a tensor with its graph.
+        written: parameters (named as in the whole model) that it wrote to.
+        shared_with: per name in ``changed``, another block that holds the same buffer.
+    """
+
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    versions: dict[str, tuple[int, int]] = field(default_factory=dict)
+    random_states: list[torch.Tensor] = field(default_factory=list)
+    changed: tuple[str, ...] = ()
+    made: tuple[str, ...] = ()
+    graph_kept_in: str | None = None
+    written: tuple[str, ...] = ()
+    shared_with: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -37,6 +63,7 @@ class BlockCall:
     output: Any = None
     autocast: Autocast = (False, torch.float32, True)
     signature: str = ""
+    first: FirstRun = field(default_factory=FirstRun)
 
     def fresh(
         self, handed_back: GradientLayout | None = None
@@ -89,54 +116,235 @@ def autocast_as(device: torch.device, state: Autocast) -> AbstractContextManager
     return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=cached)
 
 
+def trace_subject(subject: Subject) -> ChainTrace:
+    """``trace_chain`` of a twin, which leaves the caller's weights as they are whatever the forward does to them.
+
+    Raises: as ``trace_chain``.
+    """
+    guard = WriteGuard(subject.callers_parameters)
+    before = {name: buffer.detach().clone() for name, buffer in subject.callers_buffers.items()}
+    try:
+        trace = trace_chain(
+            subject.names, subject.modules, subject.run_step, subject.outside, subject.device, guard=guard
+        )
+    finally:
+        guard.restore()
+        strange = _put_back(subject.callers_buffers, before)
+    if strange:
+        raise BlockDeclarationError(_original_used("the model changes the buffer", strange[0]))
+    keys = {storage_key(subject.callers_parameters[name]) for name in guard.saved}
+    for parameter in subject.twin.parameters():
+        if storage_key(parameter) in keys:  # from here on it writes to memory of the twin's
+            parameter.data = parameter.detach().clone()
+    return trace
+
+
+def _put_back(buffers: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> list[str]:
+    """Undo changes of the caller's buffers; the names of those that changed (batch norms write past every guard)."""
+    changed = [name for name, buffer in buffers.items() if not same(buffer, before[name])]
+    with torch.no_grad():
+        for name in changed:
+            buffers[name].detach().copy_(before[name])
+    return changed
+
+
+def _original_used(what: str, name: str) -> str:
+    return (
+        f"{what} {name!r} through a reference to itself that a copy of the model keeps (a global name, an object that "
+        "refuses to be copied), so profiling would change your model. Reach submodules through self"
+    )
+
+
 def trace_chain(
     names: Sequence[str],
     modules: Sequence[nn.Module],
     step: Step,
     outside: Sequence[torch.Tensor],
     device: torch.device,
+    guard: WriteGuard | None = None,
 ) -> ChainTrace:
     """Run ``step`` once and record every block's call.
 
     Args:
         names, modules: the blocks in declared order.
         outside: tensors that stand before the step (the batch, constants); they are no boundary.
+        guard: watches the parameters of the model of which ``modules`` are a twin's.
 
     Raises:
-        BlockDeclarationError: a block that does not run, runs twice, or runs out of order.
-        UnsupportedBoundaryError: a block that is not called with what the previous one returned.
+        BlockDeclarationError: a block that does not run, runs twice, or runs out of order, or that computes with
+            parameters that ``guard`` watches instead of the twin's.
+        UnsupportedBoundaryError: a block that is not called with what the previous one returned, or whose output
+            the model uses for something else too.
     """
     trace = ChainTrace()
+    guard = guard or WriteGuard({})
+    callers = {id(tensor): name for name, tensor in guard.tensors.items()}
+    edges: list[list[Edge]] = []  # what each block returned, as places in the graph
+    versions: list[int] = []
     standing = {storage_key(t) for t in outside}
     standing.update(storage_key(t) for m in modules for t in (*m.parameters(), *m.buffers()))
     previous: list[torch.Tensor] = []
 
     def stand_for(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
         def stand(*args: Any, **kwargs: Any) -> Any:
-            nonlocal previous
+            nonlocal previous, versions
             _require_order(index, len(trace.calls), names)
             boundary = _boundary(index, names, args, kwargs, previous, standing)
+            _require_untouched(index, names, previous, versions)
             if index == 0:
                 trace.has_pre = bool(boundary)
             call = _recorded(args, kwargs, boundary, autocast_now(device))
             trace.calls.append(call)
+            already = set(guard.saved)
+            call.first = first_runs[index]
             output = original(*args, **kwargs)
+            _note_changes(call.first, modules[index])
+            call.first.written = tuple(name for name in guard.saved if name not in already)
+            _require_own_parameters(output, callers, f"block {names[index]!r}")
             without_graph = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors_in(output)}
             call.output = map_tensors(output, lambda t: without_graph[id(t)])
             cut = _cut(output, args, kwargs)
             previous = list({id(t): t for t in tensors_in(cut)}.values())
+            versions = [t._version for t in previous]
+            edges.append([_edge(t) for t in previous if t.grad_fn is not None])
             return cut
 
         return stand
 
     stands = [stand_for(i, m.forward) for i, m in enumerate(modules)]
-    with exchanged_forwards(modules, stands):
-        step()
+    with exchanged_forwards(modules, stands), _first_runs(modules, device) as first_runs, guard:
+        result = step()
     if len(trace.calls) < len(modules):
         raise BlockDeclarationError(
             f"block {names[len(trace.calls)]!r} is declared but does not run in the model's forward; leave it out"
         )
+    _require_own_parameters(result, callers, "the code before or after the blocks")
+    _require_used_by_blocks_only(result, edges, names)
+    _note_shared_buffers(trace, names, modules)
     return trace
+
+
+@contextmanager
+def _first_runs(modules: Sequence[nn.Module], device: torch.device) -> Iterator[dict[int, FirstRun]]:
+    """By number what each block started from, filled when it is called, before hooks compute its weights."""
+    first: dict[int, FirstRun] = {}
+
+    def note(index: int) -> Callable[..., None]:
+        def before(module: nn.Module, args: Any) -> None:
+            buffers = {name: b.detach().clone() for name, b in module.named_buffers(remove_duplicate=False)}
+            first[index] = FirstRun(buffers, buffer_versions(module), torch_state(device))
+
+        return before
+
+    handles = [m.register_forward_pre_hook(note(i), prepend=True) for i, m in enumerate(modules)]
+    try:
+        yield first
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _note_changes(first: FirstRun, module: nn.Module) -> None:
+    now = dict(module.named_buffers(remove_duplicate=False))
+    versions = buffer_versions(module)
+    first.changed = tuple(
+        name
+        for name, buffer in now.items()
+        if name in first.buffers and (versions[name] != first.versions[name] or not same(buffer, first.buffers[name]))
+    )
+    first.made = tuple(name for name in now if name not in first.buffers)
+    first.graph_kept_in = forget_graphs(module)
+
+
+def buffer_versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Which tensor each buffer is and how often it was written to: a write may leave the value as it was.
+
+    That is so for a power iteration that has converged, until the weights change.
+    """
+    return {name: (id(b), b._version) for name, b in module.named_buffers(remove_duplicate=False)}
+
+
+def forget_graphs(module: nn.Module) -> str | None:
+    """Cut off from their graphs all tensors that a block keeps in attributes; the name of one, if there was any.
+
+    A graph is for one backward, so a later step must not find it there.
+    """
+    kept: str | None = None
+    for path, part in module.named_modules():
+        computed = computed_weights(part)  # made anew in every run
+        for name, value in list(vars(part).items()):
+            if name in ("_parameters", "_modules", *computed) or all(t.grad_fn is None for t in tensors_in(value)):
+                continue
+            kept = f"{path}.{name}".lstrip(".")
+            vars(part)[name] = map_tensors(value, _without_graph)
+    return kept
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+Edge = tuple[Any, int]  # an autograd node, and which of its outputs
+
+
+def _edge(tensor: torch.Tensor) -> Edge:
+    return tensor.grad_fn, tensor.output_nr
+
+
+def _edges_behind(value: Any) -> dict[Edge, None]:
+    """All of the graph that a backward from ``value`` goes through, each place once."""
+    reached: dict[Edge, None] = {}
+    coming = [_edge(t) for t in tensors_in(value) if t.grad_fn is not None]
+    while coming:
+        edge = coming.pop()
+        if edge not in reached:
+            reached[edge] = None
+            coming.extend(e for e in edge[0].next_functions if e[0] is not None)
+    return reached
+
+
+def _require_own_parameters(output: Any, callers: Mapping[int, str], who: str) -> None:
+    """A lambda that was made with the model in sight still computes with the original, not with the twin."""
+    for node, _ in _edges_behind(output):
+        name = callers.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            raise BlockDeclarationError(_original_used(f"{who} computes with the parameter", name))
+
+
+def _require_untouched(
+    index: int, names: Sequence[str], previous: Sequence[torch.Tensor], versions: Sequence[int]
+) -> None:
+    if [t._version for t in previous] != list(versions):
+        raise UnsupportedBoundaryError(
+            f"the model changes what {names[index - 1]!r} returned in place before it calls {names[index]!r}: it "
+            "computes something between the two. Move that code into one of them"
+        )
+
+
+def _require_used_by_blocks_only(result: Any, edges: Sequence[Sequence[Edge]], names: Sequence[str]) -> None:
+    """The graph of the result begins at the last block's output, unless the model kept another one and used it."""
+    reached = _edges_behind(result)
+    at_end = set(edges[-1])
+    for name, mine in zip(names[:-1], edges[:-1], strict=True):
+        if any(edge in reached and edge not in at_end for edge in mine):
+            raise UnsupportedBoundaryError(
+                f"the model uses what block {name!r} returned for something else than calling the next block (a skip "
+                "around blocks, an output of its own, a sum of losses): in a chain each block's output goes to "
+                "the next one only. Hand it on through the blocks, or declare the blocks between as one"
+            )
+
+
+def _note_shared_buffers(trace: ChainTrace, names: Sequence[str], modules: Sequence[nn.Module]) -> None:
+    """Of buffers that several blocks hold and one of them changes, each block's recomputation sees a later state."""
+    holders: dict[int, dict[int, str]] = {}
+    for index, module in enumerate(modules):
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            holders.setdefault(id(buffer), {}).setdefault(index, name)
+    for shared in (h for h in holders.values() if len(h) > 1):
+        if any(name in trace.calls[index].first.changed for index, name in shared.items()):
+            for index, name in shared.items():
+                other = next(i for i in shared if i != index)
+                trace.calls[index].first.shared_with[name] = names[other]
 
 
 def _require_order(index: int, already: int, names: Sequence[str]) -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+import inspect
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,16 +26,36 @@ def map_tensors(value: Any, function: Callable[[Any], Any], kind: type = torch.T
         for key, item in value.items():
             rebuilt[key] = map_tensors(item, function, kind)
         return rebuilt
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, function, kind) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(item, function, kind) for item in value)
+    if isinstance(value, tuple):
+        return _tuple_like(value, [map_tensors(item, function, kind) for item in value])
+    if isinstance(value, list):
+        items = [map_tensors(item, function, kind) for item in value]
+        if type(value) is list:
+            return items
+        same_kind = copy.copy(value)  # a subclass may have a constructor of its own
+        same_kind[:] = items
+        return same_kind
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         replica: Any = copy.copy(value)
         for field in dataclasses.fields(value):
             object.__setattr__(replica, field.name, map_tensors(getattr(value, field.name), function, kind))
         return replica
     return value
+
+
+def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
+    """A tuple of the kind of ``value``, past constructors of its own (PackedSequence checks what it is given)."""
+    kind = type(value)
+    if kind is tuple:
+        return tuple(items)
+    if all(new is old for new, old in zip(items, value, strict=True)):  # torch.Size has no other way to be built
+        return value
+    if hasattr(kind, "n_sequence_fields"):  # what torch.max and other functions return
+        return kind(items)
+    rebuilt: Any = tuple.__new__(kind, items)
+    if hasattr(value, "__dict__"):
+        vars(rebuilt).update(vars(value))
+    return rebuilt
 
 
 class _Place:
@@ -57,6 +80,48 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
+def tensors_anywhere(value: Any, depth: int = 6) -> list[torch.Tensor]:
+    """Every tensor of ``value``, also those in objects that are not rebuilt: a namespace, a UserDict, a batch class."""
+    found: dict[int, torch.Tensor] = {}
+    coming = [(value, depth)]
+    while coming:  # no inner function that calls itself: it would keep the tensors alive until garbage is collected
+        item, left = coming.pop()
+        if isinstance(item, torch.Tensor):
+            found.setdefault(id(item), item)
+        elif left > 0 and not isinstance(item, (torch.nn.Module, type)) and not inspect.isroutine(item):
+            coming.extend((part, left - 1) for part in reversed(_parts(item)))
+    return list(found.values())
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return list(value)
+    return list(attributes_of(value).values())
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What an object holds in its ``__dict__`` and its ``__slots__``, by name."""
+    held = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and name[-2:] != "__" else name
+            if name not in ("__dict__", "__weakref__") and hasattr(value, private):
+                held[private] = getattr(value, private)
+    return held
+
+
+def is_filled(cell: types.CellType) -> bool:
+    """Whether a variable of an enclosing scope has been set already."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, as long as one of them lives (fake and empty tensors included)."""
     return id(tensor.untyped_storage())
@@ -68,3 +133,16 @@ def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     for tensor in tensors:
         by_key.setdefault(storage_key(tensor), tensor)
     return list(by_key.values())
+
+
+def same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    """Bitwise equal values, NaN equal to NaN."""
+    if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
+        return left is right
+    return bool(torch.equal(left, right)) or bool(torch.allclose(left, right, rtol=0, atol=0, equal_nan=True))
+
+
+def value_hash(tensor: torch.Tensor) -> str:
+    """Equal for tensors of equal bits; made of their bytes on the host."""
+    values = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

@@ -2,20 +2,29 @@
 
 The twin shares the memory of the parameters, and has its own parameter objects (so the caller's
 ``.grad``, gradient hooks and optimizer-in-backward hooks see nothing), its own buffers, its own copies of
-plain Python attributes, and no module hooks but those with which torch computes weights.
+plain Python attributes, and no module hooks but those with which torch computes weights. Functions that hold
+modules of the model (a wrapped forward) get those of the twin. Weights that ``nn.Embedding(max_norm=...)`` changes
+when it runs are the twin's own.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import types
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckptplan.trees import is_filled, storage_key, tensors_in
 
 T = TypeVar("T")
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_CANNOT_COPY = (TypeError, RuntimeError, NotImplementedError, ValueError, AttributeError)
+CANNOT_COPY = (TypeError, RuntimeError, NotImplementedError, ValueError, AttributeError)
 # weight_norm and spectral_norm (the older forms) compute the weight in a forward pre-hook.
 _WEIGHT_HOOK_MODULES = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
 
@@ -27,20 +36,76 @@ def make_twin(value: T) -> T:
     """
     modules = _modules_in(value)
     memo: dict[int, Any] = {}
+    renormed = {id(part.weight) for m in modules for part in m.modules() if getattr(part, "max_norm", None) is not None}
     for module in modules:
         for parameter in module.parameters():
-            memo.setdefault(id(parameter), nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad))
+            memory = parameter.detach()
+            if id(parameter) in renormed:
+                memory = memory.clone()
+            memo.setdefault(id(parameter), nn.Parameter(memory, requires_grad=parameter.requires_grad))
         for buffer in module.buffers():
             memo.setdefault(id(buffer), buffer.detach().clone())
     try:
         twin = copy.deepcopy(value, dict(memo))
-    except _CANNOT_COPY:
+    except CANNOT_COPY:
         _share_what_cannot_be_copied(modules, memo)
         twin = copy.deepcopy(value, memo)
-    for module in _modules_in(twin):
-        for part in module.modules():
-            _drop_user_hooks(part)
+    known: dict[int, nn.Module] = {}
+    for original, own in zip(modules, _modules_in(twin), strict=True):
+        by_path = dict(own.named_modules())
+        known.update((id(part), by_path[path]) for path, part in original.named_modules() if path in by_path)
+    for part in known.values():
+        _drop_user_hooks(part)
+        for name, attribute in list(vars(part).items()):
+            vars(part)[name] = _rebound(attribute, known)
     return twin
+
+
+def _rebound(value: Any, known: Mapping[int, nn.Module], depth: int = 4) -> Any:
+    """``value`` with the twin's modules in the closures and bindings of functions; copying leaves functions alone."""
+    if isinstance(value, nn.Module):
+        return known.get(id(value), value)
+    if depth == 0:
+        return value
+    if isinstance(value, types.MethodType):
+        owner, function = _rebound(value.__self__, known, depth - 1), _rebound(value.__func__, known, depth - 1)
+        return value if owner is value.__self__ and function is value.__func__ else types.MethodType(function, owner)
+    if isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+        new = [_rebound(part, known, depth - 1) for part in parts]
+        if all(a is b for a, b in zip(parts, new, strict=True)):
+            return value
+        count = 1 + len(value.args)
+        return functools.partial(new[0], *new[1:count], **dict(zip(value.keywords, new[count:], strict=True)))
+    if isinstance(value, types.FunctionType):
+        return _rebound_function(value, known, depth)
+    return value
+
+
+def _rebound_function(function: types.FunctionType, known: Mapping[int, nn.Module], depth: int) -> types.FunctionType:
+    cells = function.__closure__ or ()
+    filled = [cell for cell in cells if is_filled(cell)]
+    contents = {id(cell): _rebound(cell.cell_contents, known, depth - 1) for cell in filled}
+    defaults = tuple(_rebound(item, known, depth - 1) for item in function.__defaults__ or ())
+    is_same = all(contents[id(cell)] is cell.cell_contents for cell in filled)
+    if is_same and all(a is b for a, b in zip(defaults, function.__defaults__ or (), strict=True)):
+        return function
+    # a cell that stays as it is stays shared with other functions of the same scope
+    new = tuple(
+        types.CellType(contents[id(c)]) if id(c) in contents and contents[id(c)] is not c.cell_contents else c
+        for c in cells
+    )
+    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, defaults or None, new)
+    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    return made
+
+
+def computed_weights(module: nn.Module) -> set[str]:
+    """Attributes that the older weight_norm and spectral_norm compute before every forward."""
+    hooks = module._forward_pre_hooks.values()
+    return {str(getattr(hook, "name", "")) for hook in hooks if type(hook).__module__ in _WEIGHT_HOOK_MODULES}
 
 
 def _modules_in(value: Any) -> list[nn.Module]:
@@ -55,7 +120,7 @@ def _share_what_cannot_be_copied(modules: list[nn.Module], memo: dict[int, Any])
                 continue
             try:
                 copy.deepcopy(attribute, dict(memo))
-            except _CANNOT_COPY:
+            except CANNOT_COPY:
                 memo[id(attribute)] = attribute
 
 
@@ -65,3 +130,39 @@ def _drop_user_hooks(module: nn.Module) -> None:
         for key in list(hooks):
             if type(hooks[key]).__module__ not in _WEIGHT_HOOK_MODULES:
                 del hooks[key]
+
+
+class WriteGuard(TorchDispatchMode):
+    """While it is active, the first write to one of ``tensors`` (or a view of it) saves what was there.
+
+    Attributes:
+        saved: the old values, by the names given.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.tensors = dict(tensors)
+        self.saved: dict[str, torch.Tensor] = {}
+        self._names: dict[int, list[str]] = {}
+        for name, tensor in self.tensors.items():
+            self._names.setdefault(storage_key(tensor), []).append(name)
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            given = {**{a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+            for argument in func._schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._save(given.get(argument.name))
+        return func(*args, **kwargs)
+
+    def _save(self, written: Any) -> None:
+        for tensor in tensors_in(written):
+            for name in self._names.get(storage_key(tensor), ()):
+                self.saved.setdefault(name, self.tensors[name].detach().clone())
+
+    def restore(self) -> None:
+        """Put the old values back; to be called when the guard is not active any more."""
+        with torch.no_grad():
+            for name, old in self.saved.items():
+                self.tensors[name].detach().copy_(old)

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ckptplan
 from ckptplan.graph import Output
 from ckptplan.memory import LiveStorageMeter
-from ckptplan.observe import same
 from ckptplan.replay import Recorder, flat, run_replayed
+from ckptplan.trees import same
 from tests.block_kinds import KINDS, make_block
 from tests.random_programs import RandomProgram
 
