@@ -1,0 +1,170 @@
+"""Weights that several stages use: what their gradients cost while they wait for each other.
+
+The autograd engine hands a weight its gradient when all of it has come. That of a matrix which head and embedding
+share waits in the engine from the head's backward to the embedding's, and every backward between stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ckptplan.kinds import Kind, block_forward, settled_bytes, with_loss
+from ckptplan.memory import make_meter
+from ckptplan.profiles import BlockProfile, StageCost
+from ckptplan.stages import StageForward, gradients_handed_back, stage_bytes, time_stage
+from ckptplan.subject import Subject
+from ckptplan.trace import BlockCall, ChainTrace
+from ckptplan.trees import tensors_in
+
+
+@dataclass(frozen=True, eq=False)
+class SharedWeight:
+    """A tensor whose gradient has parts from several stages.
+
+    Attributes:
+        stages: their numbers, ascending; the last one's backward runs first.
+        is_copied: the first part comes as a view, so the engine adds the second one to it in a new tensor.
+    """
+
+    tensor: torch.Tensor
+    stages: tuple[int, ...]
+    is_copied: bool
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """All of a model. Stage 0 is what runs before the blocks, then come the blocks, then what runs after them."""
+
+    subject: Subject
+    trace: ChainTrace
+    memory: str  # the meter's name
+    weights: tuple[SharedWeight, ...]
+
+    @staticmethod
+    def of(
+        subject: Subject, trace: ChainTrace, regions: dict[str, StageForward], kinds: Sequence[Kind], memory: str
+    ) -> SharedWeights:
+        """Found by what belongs to each block, and in the graphs of the regions."""
+        used = [_used_by_region(regions["pre"]) if "pre" in regions else []]
+        used += [_used_by_block(module, call) for module, call in zip(subject.modules, trace.calls, strict=True)]
+        used += [_used_by_region(regions["post"]) if "post" in regions else []]
+        tensors = {id(t): t for found in used for t in found}
+        stages: dict[int, list[int]] = {key: [] for key in tensors}
+        for stage, found in enumerate(used):
+            for key in {id(t) for t in found}:
+                stages[key].append(stage)
+        none = SharedWeights(subject, trace, memory, ())
+        weights = []
+        for key, at in stages.items():
+            if len(at) > 1:
+                is_after = at[-1] == len(used) - 1
+                last = regions["post"] if is_after else none.block_forward(at[-1] - 1, kinds[at[-1] - 1])
+                weights.append(SharedWeight(tensors[key], tuple(at), _comes_as_view(last, tensors[key])))
+        return replace(none, weights=tuple(weights))
+
+    def waiting_bytes(self, stage: int) -> int:
+        """Bytes of gradients that wait in the engine while ``stage`` runs its backward."""
+        return sum(w.gradient_bytes for w in self.weights if w.stages[0] <= stage < w.stages[-1])
+
+    def block_forward(self, order: int, kind: Kind, again: bool = False) -> StageForward:
+        """The block itself, not the example of its kind, kept or recomputed."""
+        own = replace(kind, module=self.subject.modules[order], call=self.trace.calls[order])
+        return block_forward(own, self.subject.device, own.guards if again else None)
+
+    def stage_bytes(self, forward: StageForward, stage: int) -> StageCost:
+        """Of one run in which the gradients that the stage begins stay, and room is taken where one is copied."""
+        time_stage(forward, lambda: None)  # lazily made workspaces are there afterwards
+        held: list[torch.Tensor] = []
+        keep: Callable[[torch.Tensor], None] = held.append
+        handles = [w.tensor.register_hook(keep) for w in self.weights if w.stages[-1] == stage]
+        handles += [w.tensor.register_hook(_take_room) for w in self._copied_at(stage)]
+        try:
+            return stage_bytes(forward, make_meter(self.subject.device, self.memory))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def block_beside(self, block: BlockProfile, kind: Kind) -> BlockProfile:
+        """The block's figures beside the gradients that wait; those that it begins or copies are measured with it.
+
+        What waits does so during a replay as well, like the gradient that comes in, and is counted with it.
+        """
+        stage = block.order + 1
+        waiting_bytes = self.waiting_bytes(stage)
+        own = [w for w in self.weights if w.stages[-1] == stage or w in self._copied_at(stage)]
+        if block.keep is None or not (waiting_bytes or own):
+            return block
+        most = waiting_bytes + sum(w.gradient_bytes for w in own)  # options inside the block are not measured again
+
+        def beside(cost: StageCost | None, again: bool) -> StageCost | None:
+            return (
+                None if cost is None else with_loss(cost, waiting_bytes + self._growth(block, kind, again, bool(own)))
+            )
+
+        return replace(
+            block,
+            keep=beside(block.keep, again=False),
+            recompute=beside(block.recompute, again=True),
+            selective=tuple(replace(o, cost=with_loss(o.cost, most)) for o in block.selective),
+            output_gradient_bytes=(block.output_gradient_bytes or 0) + waiting_bytes,
+        )
+
+    def _growth(self, block: BlockProfile, kind: Kind, again: bool, has_own: bool) -> int:
+        """Bytes by which the block's backward peak grows with gradients of its own that stay or are copied."""
+        if not has_own:
+            return 0
+        forward = self.block_forward(block.order, kind, again)
+        without = settled_bytes(forward, self.subject.device, self.memory).backward_peak_bytes
+        return self.stage_bytes(forward, block.order + 1).backward_peak_bytes - without
+
+    def _copied_at(self, stage: int) -> list[SharedWeight]:
+        return [w for w in self.weights if w.is_copied and w.stages[-2] == stage]
+
+
+def _used_by_block(module: nn.Module, call: BlockCall) -> list[torch.Tensor]:
+    """Its parameters, and what of the batch or the model reaches it beside the chain."""
+    given = (t for t in tensors_in((call.args, call.kwargs)) if t.is_leaf)
+    return [t for t in (*module.parameters(), *given) if t.requires_grad]
+
+
+def _used_by_region(forward: StageForward) -> list[torch.Tensor]:
+    """The leaves of its graph."""
+    run = forward(lambda name: None)
+    to_visit = [t.grad_fn for t in tensors_in(run.output) if t.grad_fn is not None]
+    seen = set(to_visit)
+    leaves: list[torch.Tensor] = []
+    while to_visit:
+        node = to_visit.pop()
+        if hasattr(node, "variable"):  # a leaf's accumulator
+            leaves.append(node.variable)
+        following = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= following
+        to_visit += following
+    return leaves
+
+
+def _comes_as_view(forward: StageForward, tensor: torch.Tensor) -> bool:
+    """Whether the gradient that the stage makes for ``tensor`` shares its memory with another tensor."""
+    found: list[bool] = []
+
+    def note(gradient: torch.Tensor) -> None:
+        found.append(gradient._is_view())
+
+    handle = tensor.register_hook(note)
+    try:
+        gradients_handed_back(forward)
+    finally:
+        handle.remove()
+    return any(found)
+
+
+def _take_room(gradient: torch.Tensor) -> None:
+    torch.empty_like(gradient)
