@@ -28,7 +28,6 @@ from ckptplan.kinds import (
     examine,
     kind_key,
     measure_bytes_and_flops,
-    settled_bytes,
     time_again,
     time_key,
     with_loss,
@@ -39,6 +38,7 @@ from ckptplan.randomness import random_state_restored
 from ckptplan.regions import loss_bytes, post_forward, pre_forward
 from ckptplan.stages import GradientLayout, StageForward, gradients_handed_back, stage_flops, time_stage
 from ckptplan.subject import LossFn, PlainChain, Subject, Trials, default_device, require_placement
+from ckptplan.tied import SharedWeights
 from ckptplan.trace import BlockCall, ChainTrace, trace_subject, value_signature
 from ckptplan.trees import distinct_storages
 
@@ -226,7 +226,8 @@ def _measure(
     if trace.has_pre:
         regions["pre"] = pre_forward(subject, len(trace.calls[0].boundary), handed_back)
     _require_gradient(kinds, subject.names)
-    costs = _measure_bytes(kinds, regions, subject, memory, check_stop)
+    shared = SharedWeights.of(subject, trace, regions, [kinds[key] for key in keys], memory)
+    costs = _measure_bytes(kinds, regions, shared, subject, memory, check_stop)
     time_keys = [time_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)]
     timed = _timed_kinds(kinds, keys, time_keys)
     choices: dict[str, Choices] = {}
@@ -237,9 +238,12 @@ def _measure(
     first = trace.calls[0]
     return ChainProfile(
         blocks=tuple(
-            _with_choices(
-                _block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory),
-                choices.get(key),
+            shared.block_beside(
+                _with_choices(
+                    _block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory),
+                    choices.get(key),
+                ),
+                kinds[key],
             )
             for order, key in enumerate(keys)
         ),
@@ -265,6 +269,7 @@ def _require_gradient(kinds: dict[str, Kind], names: Sequence[str]) -> None:
 def _measure_bytes(
     kinds: dict[str, Kind],
     regions: dict[str, StageForward],
+    shared: SharedWeights,
     subject: Subject,
     memory: str,
     check_stop: Callable[[], None],
@@ -276,12 +281,10 @@ def _measure_bytes(
         measure_bytes_and_flops(kind, subject.device, memory)
         kind.keep = kind.keep and with_loss(kind.keep, held_bytes)
         kind.recompute = kind.recompute and with_loss(kind.recompute, held_bytes)
-    costs = {
-        name: settled_bytes(forward, subject.device, memory) for name, forward in regions.items() if memory != "off"
-    }
-    if "pre" in costs:
-        pre = costs["pre"]
-        costs["pre"] = replace(pre, backward_peak_bytes=pre.backward_peak_bytes + held_bytes)
+    costs: dict[str, StageCost] = {}
+    for name, forward in regions.items() if memory != "off" else ():
+        stage, beside_bytes = (0, held_bytes) if name == "pre" else (len(subject.modules) + 1, 0)
+        costs[name] = with_loss(shared.stage_bytes(forward, stage), beside_bytes + shared.waiting_bytes(stage))
     return costs
 
 
