@@ -8,6 +8,7 @@ stands for all results of that call that the option keeps.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from ckptplan.errors import PlanIncompatibleError
@@ -79,7 +80,8 @@ def _shortest(saved: str, known: Sequence[str]) -> str:
     return saved
 
 
-def _forms(saved: str) -> set[str]:
+@functools.lru_cache(maxsize=4096)
+def _forms(saved: str) -> frozenset[str]:
     """Every way to call an output: the end of its path, its operator, both, with numbers."""
     output = Output.of(saved)
     path = saved[: -len(str(output))].rstrip(".")
@@ -88,4 +90,4 @@ def _forms(saved: str) -> set[str]:
     operators = [output.operator, f"{output.operator}#{output.nth}", str(output)]
     if "scaled_dot_product" in output.operator:  # one operator, many kernels
         operators += ["attention", f"attention#{output.nth}"]
-    return {*ends, *operators, *(f"{end}.{operator}" for end in ends for operator in operators)}
+    return frozenset({*ends, *operators, *(f"{end}.{operator}" for end in ends for operator in operators)})

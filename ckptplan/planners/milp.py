@@ -156,13 +156,14 @@ class _Model:
         """Rows of one stage; the variable of what is retained behind it, and the storages that it hands on."""
         handed_on = [_Storage(size * self.scale) if source is None else at_hand[source] for size, source in outputs]
         handed = sum(storage.size for storage in at_hand)
+        shared = self._shared(ways, at_hand, handed_on)
         forward = [(v, cost.forward_peak_bytes * self.scale) for v, cost in ways]
         self.rows.add([(retained, 1.0), *forward], self.budget - handed)
         for storage in dict.fromkeys([*at_hand, *handed_on]):
             self._take_hold(storage, ways, at_hand, handed_on)
         held = [(s.held, s.size) for s in at_hand if s.held is not None]
         backward = [(v, cost.backward_peak_bytes * self.scale) for v, cost in ways]
-        self.rows.add([(retained, 1.0), *held, *backward], self.budget)
+        self.rows.add([(retained, 1.0), *held, *backward, *shared], self.budget)
         gone = [(s.held, s.size) for s in at_hand if s.held is not None and s not in handed_on]
         saved = [(v, cost.saved_bytes * self.scale) for v, cost in ways]
         behind = self._variable()
@@ -172,17 +173,33 @@ class _Model:
     def _take_hold(
         self, storage: _Storage, ways: _Ways, at_hand: Sequence[_Storage], handed_on: Sequence[_Storage]
     ) -> None:
-        keepers = []
-        for variable, cost in ways:
-            flags = (*spread(cost.keeps_input, len(at_hand)), *spread(cost.keeps_output, len(handed_on)))
-            if any(kept and other is storage for other, kept in zip((*at_hand, *handed_on), flags, strict=True)):
-                keepers.append(variable)
+        keepers = [variable for variable, cost in ways if self._keeps(cost, storage, at_hand, handed_on)]
         if keepers:
             now = self._variable()
             self.rows.add([*((v, 1.0) for v in keepers), (now, -1.0)], 0.0)
             if storage.held is not None:
                 self.rows.add([(storage.held, 1.0), (now, -1.0)], 0.0)
             storage.held = now
+
+    def _shared(
+        self, ways: _Ways, at_hand: Sequence[_Storage], handed_on: Sequence[_Storage]
+    ) -> list[tuple[int, float]]:
+        """Variables, with bytes, for ways that peak higher where somebody before holds one of their inputs too."""
+        found = []
+        for variable, cost in ways:
+            more = (cost.backward_peak_sharing_input_bytes or 0) - cost.backward_peak_bytes
+            holders = [s.held for s in at_hand if s.held is not None and self._keeps(cost, s, at_hand, handed_on)]
+            if more > 0 and holders:
+                both = self._variable()
+                for held in holders:
+                    self.rows.add([(variable, 1.0), (held, 1.0), (both, -1.0)], 1.0)
+                found.append((both, more * self.scale))
+        return found
+
+    @staticmethod
+    def _keeps(cost: StageCost, storage: _Storage, at_hand: Sequence[_Storage], handed_on: Sequence[_Storage]) -> bool:
+        flags = (*spread(cost.keeps_input, len(at_hand)), *spread(cost.keeps_output, len(handed_on)))
+        return any(kept and other is storage for other, kept in zip((*at_hand, *handed_on), flags, strict=True))
 
     # solving
 

@@ -58,8 +58,10 @@ def cheapest_flat(profile: ChainProfile, budget_bytes: int, cost: CostKind, memo
     """The cheapest flat plan over all options of the profile; the one of least peak where none fits."""
     if not any(block.selective for block in profile):
         return dynamic_programming(profile, budget_bytes, cost=cost, memory_model=memory_model)
-    chain = option_chain(additive_profile(profile) if memory_model == "additive" else profile, cost)
-    return cheapest_plan(chain, budget_bytes, None, most_blocks=1)
+    if memory_model == "additive":
+        return cheapest_plan(option_chain(additive_profile(profile), cost), budget_bytes, None, most_blocks=1)
+    nodes = _flat_nodes(profile, budget_bytes, cost)
+    return cheapest_plan(option_chain(profile, cost), budget_bytes, nodes, most_blocks=1)
 
 
 def least_peak_plan(chain: OptionChain, most_blocks: int | None = None) -> tuple[PlanNode, ...]:
@@ -86,7 +88,7 @@ def cheapest_plan(
     best = None if flat_nodes is None else _Known(flat_nodes, chain.value_of(flat_nodes))
     if best is not None and best.value == 0:
         return PlannerResult(best.nodes, 0.0)
-    if any(len(block.options) > 2 for block in chain.blocks):
+    if any(len(block.options) > 1 + (block.again is not None) for block in chain.blocks):
         best = _flat_over_options(chain, budget_bytes, best)
     relaxed = Problem(flat_stages(chain, relaxed=True), budget_bytes)
     lower = _least_value(chain, relaxed, LARGEST_VALUE if best is None else best.value)

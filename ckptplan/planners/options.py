@@ -15,9 +15,12 @@ from ckptplan.plan import Keep, PlanNode, Recompute, Selective
 from ckptplan.planners.flat import Stages
 from ckptplan.planners.tables import Transition
 from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, StageCost, recompute_costs
+from ckptplan.selective import short_names
+from ckptplan.simulate import recompute_time_ms
 
-# Bytes of each storage at hand that nobody holds until backward; 0 for one that is held, or stands outside.
+# Bytes of each storage at hand that nobody holds until backward (0 where it stands outside), or HELD.
 Loads = tuple[int, ...]
+HELD = -1
 Outputs = tuple[tuple[int, int | None], ...]  # bytes, and which input storage it is (None: memory of its own)
 
 NOTHING = StageCost(0, 0, 0, (False,), (False,))
@@ -126,7 +129,8 @@ def option_chain(profile: ChainProfile, cost: CostKind | None) -> OptionChain:
     else:
         last_costs = recompute_costs(profile, cost)
         works = [(_full_cost(block, last, cost), last or 0.0) for block, last in zip(profile, last_costs, strict=True)]
-    parts = [_part_costs(block, cost) for block in profile]
+    is_untimed = cost is None or (cost == "time" and recompute_time_ms(profile, ()) is None)
+    parts = [_part_costs(block, cost, is_untimed=is_untimed) for block in profile]
     unit, runs_scale = _scale([*works, *((figure, 0.0) for known in parts for figure in known.values())])
     part_values = [
         {number: round(Fraction(str(figure)) / unit) * runs_scale + 1 for number, figure in known.items()}
@@ -185,7 +189,7 @@ def _part_bytes(block: BlockProfile, cost: StageCost) -> int:
 
 @dataclass(frozen=True)
 class KeepPart:
-    """Makes the node that keeps some outputs of a block; equal ones let equal blocks stay equal."""
+    """Makes the node that keeps some outputs of a block, by their short names; equal blocks get equal ones."""
 
     saved_ops: tuple[str, ...]
 
@@ -193,12 +197,16 @@ class KeepPart:
         return Selective(block, self.saved_ops)
 
 
-def _part_costs(block: BlockProfile, cost: CostKind | None) -> dict[int, float]:
-    """What each selective option adds to a step, by its number; those without a figure cannot be planned."""
-    if cost is None:
-        return dict.fromkeys(range(len(block.selective)), 1.0)
+def _part_costs(block: BlockProfile, cost: CostKind | None, *, is_untimed: bool) -> dict[int, float]:
+    """What each selective option adds to a step, by its number; those without a figure cannot be planned.
+
+    ``is_untimed``: nothing in the profile has a time, so each costs 1, as recomputing a block does.
+    """
     figures = ((n, o.flops if cost == "flops" else o.time_ms) for n, o in enumerate(block.selective))
-    return {number: figure for number, figure in figures if figure is not None}
+    if cost is None:
+        figures = ((n, None) for n in range(len(block.selective)))
+    known = ((n, 1.0 if figure is None and is_untimed else figure) for n, figure in figures)
+    return {number: figure for number, figure in known if figure is not None}
 
 
 def _block(block: BlockProfile, full: int, last: int, parts: dict[int, int], *, eligible: bool) -> Block:
@@ -209,7 +217,7 @@ def _block(block: BlockProfile, full: int, last: int, parts: dict[int, int], *, 
         options.append(Option(again, last, recompute_one))
     for number, value in parts.items():
         option = block.selective[number]
-        options.append(Option(option.cost, value, KeepPart(option.saved_ops)))
+        options.append(Option(option.cost, value, KeepPart(short_names(block, option))))
     outputs = tuple(zip(block.output_bytes, block.output_is_input, strict=True))
     return Block(outputs, tuple(options), block.keep, again, block.output_gradient_bytes, full, last)
 
@@ -244,30 +252,49 @@ class Passage(NamedTuple):
         newly: those of them that it holds; alive in its backward.
         retained: bytes that it adds to what is held until backward.
         loads: what it hands on.
+        backward_peak: most bytes of its backward beside all these, which depends on who else holds its inputs.
     """
 
     unheld: int
     newly: int
     retained: int
     loads: Loads
+    backward_peak: int = 0
+
+    def need(self, cost: StageCost) -> int:
+        """Bytes that have to be free for its forward and its backward."""
+        return max(self.unheld + cost.forward_peak_bytes, self.newly + self.backward_peak)
 
 
 def passed_on(cost: StageCost, outputs: Outputs, loads: Loads) -> Passage:
-    """A stage of this cost over storages at hand of which ``loads`` bytes are held by nobody."""
+    """A stage of this cost over storages at hand."""
     holds = list(spread(cost.keeps_input, len(loads)))
     makes = spread(cost.keeps_output, len(outputs))
     for (_, passed), kept in zip(outputs, makes, strict=True):
         if passed is not None and kept:
             holds[passed] = True
-    newly = sum(size for size, held in zip(loads, holds, strict=True) if held)
+    sharing = cost.backward_peak_sharing_input_bytes
+    is_shared = any(held and size == HELD for size, held in zip(loads, holds, strict=True))
+    newly = sum(size for size, held in zip(loads, holds, strict=True) if held and size != HELD)
     made = sum(size for (size, passed), kept in zip(outputs, makes, strict=True) if passed is None and kept)
     following = []
     for (size, passed), kept in zip(outputs, makes, strict=True):
         if passed is None:
-            following.append(0 if kept else size)
+            following.append(HELD if kept else size)
         else:
-            following.append(0 if holds[passed] else loads[passed])
-    return Passage(sum(loads), newly, newly + made + cost.saved_bytes, tuple(following))
+            following.append(HELD if holds[passed] else loads[passed])
+    return Passage(
+        unheld=sum(unheld(loads)),
+        newly=newly,
+        retained=newly + made + cost.saved_bytes,
+        loads=tuple(following),
+        backward_peak=sharing if is_shared and sharing is not None else cost.backward_peak_bytes,
+    )
+
+
+def unheld(loads: Loads) -> Loads:
+    """The same bytes at hand where it makes no difference whether somebody holds a storage of none."""
+    return tuple(max(size, 0) for size in loads)
 
 
 def spread(flags: tuple[bool, ...], count: int) -> tuple[bool, ...]:
@@ -285,8 +312,7 @@ def flat_peak(chain: OptionChain, choice: Sequence[int]) -> int:
     retained, peak, loads = 0, 0, chain.inputs
     for cost, outputs in [*stages, (chain.post, ())]:
         passage = passed_on(cost, outputs, loads)
-        need = max(passage.unheld + cost.forward_peak_bytes, passage.newly + cost.backward_peak_bytes)
-        peak = max(peak, retained + need)
+        peak = max(peak, retained + passage.need(cost))
         retained, loads = retained + passage.retained, passage.loads
     return peak
 
@@ -301,8 +327,10 @@ def flat_stages(chain: OptionChain, *, relaxed: bool = False) -> Stages:
     outputs = [chain.pre[1]] if chain.pre else []
     for block in chain.blocks:
         ways = [(option.cost, option.value) for option in block.options]
-        if relaxed and block.again is not None:
-            ways.append((NOTHING, block.least))
+        if relaxed:
+            ways = [(_lowest_backward(cost), value) for cost, value in ways]
+            if block.again is not None:
+                ways.append((NOTHING, block.least))
         stages.append(ways)
         outputs.append(block.outputs)
     states: list[Loads] = [chain.inputs]
@@ -314,13 +342,21 @@ def flat_stages(chain: OptionChain, *, relaxed: bool = False) -> Stages:
     return machine
 
 
+def _lowest_backward(cost: StageCost) -> StageCost:
+    """Whoever else holds its inputs: in the plans that a relaxed one stands for it need not be the same stages."""
+    shared = cost.backward_peak_sharing_input_bytes
+    if shared is None:
+        return cost
+    least = min(shared, cost.backward_peak_bytes)
+    return replace(cost, backward_peak_bytes=least, backward_peak_sharing_input_bytes=None)
+
+
 def _transitions(
     ways: Sequence[tuple[StageCost, int]], outputs: Outputs, loads: Loads, numbers: dict[Loads, int]
 ) -> list[tuple[Transition, int]]:
     found = []
     for option, (cost, value) in reversed(list(enumerate(ways))):  # of equal labels the first stays: see flat.py
         passage = passed_on(cost, outputs, loads)
-        need = max(passage.unheld + cost.forward_peak_bytes, passage.newly + cost.backward_peak_bytes)
         following = numbers.setdefault(passage.loads, len(numbers))
-        found.append((Transition(option, need, passage.retained, following, 0.0), value))
+        found.append((Transition(option, passage.need(cost), passage.retained, following, 0.0), value))
     return found

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ckptplan.plan import Keep, PlanNode, Recompute
-from ckptplan.planners.options import Block, Loads, OptionChain, Outputs, Passage, passed_on, recompute_one
+from ckptplan.planners.options import Block, Loads, OptionChain, Outputs, Passage, passed_on, recompute_one, unheld
 from ckptplan.planners.stairs import Stairs, added, coarsened, lowest, shifted, single
 from ckptplan.profiles import StageCost
 
@@ -174,6 +174,7 @@ class Stretches:
 
     def inside(self, first: int, last: int, loads: Loads) -> Stairs:
         """The rest of a replay that ends with block ``last``."""
+        loads = unheld(loads)
         key = (self._number(first, last), loads)
         if key not in self._inside:
             self._inside[key] = self._make_inside(first, last, loads)
@@ -185,8 +186,7 @@ class Stretches:
         if key not in self._behind:
             if first == len(self.chain):
                 post, passage = self.chain.post, passed_on(self.chain.post, (), loads)
-                need = max(passage.unheld + post.forward_peak_bytes, passage.newly + post.backward_peak_bytes)
-                self._behind[key] = single(need, 0)
+                self._behind[key] = single(passage.need(post), 0)
             else:
                 parts = [way.stairs() for way in self._ways_behind(first, loads)]
                 stairs = self._lowest(parts, _NO_LIMIT)
@@ -228,9 +228,7 @@ class Stretches:
         block = self.chain.blocks[first]
         for option in block.options:
             passage = passed_on(option.cost, block.outputs, loads)
-            floor = max(
-                passage.unheld + option.cost.forward_peak_bytes, passage.newly + option.cost.backward_peak_bytes
-            )
+            floor = passage.need(option.cost)
             rest = self.behind(first + 1, passage.loads)
             yield Way(first, floor, option.value, None, 0, rest, passage.retained, passage.loads, option.node)
         for end, span, passage in self._segments_from(first, len(self.chain) - 1, loads):
@@ -240,7 +238,7 @@ class Stretches:
 
     def _ways_inside(self, first: int, last: int, loads: Loads, *, leaving: bool = False) -> Iterator[Way]:
         """First children of a replay of several blocks; ``leaving``: only those that leave some load unheld."""
-        block, gradient = self.chain.blocks[first], self.chain.blocks[last].gradient
+        block, gradient, loads = self.chain.blocks[first], self.chain.blocks[last].gradient, unheld(loads)
         assert block.again is not None
         assert gradient is not None
         for cost, value, node in (
@@ -265,7 +263,7 @@ class Stretches:
 
     def _ways_last(self, first: int, last: int, loads: Loads) -> Iterator[Way]:
         """The last child of a replay: it runs only as far as its backward needs, a nested node not at all."""
-        block, gradient = self.chain.blocks[first], self.chain.blocks[last].gradient
+        block, gradient, loads = self.chain.blocks[first], self.chain.blocks[last].gradient, unheld(loads)
         again = block.again
         assert again is not None
         assert gradient is not None
@@ -292,8 +290,8 @@ class Stretches:
             if not span.eligible:
                 return
             if self.chain.blocks[end].gradient is not None:
-                at_hand = any(loads)
-                yield end, span, passed_on(held, span.outputs, loads) if at_hand else Passage(0, 0, 0, span.loads)
+                counts = any(loads) or any(source is not None for _, source in span.outputs)
+                yield end, span, passed_on(held, span.outputs, loads) if counts else Passage(0, 0, 0, span.loads)
 
     # from a staircase to a plan
 

@@ -114,7 +114,7 @@ def test_an_option_without_a_figure_for_the_cost_is_left_out(make_random: Make) 
 def test_equal_blocks_with_equal_options_stay_equal(make_equal: Make) -> None:
     from ckptplan.planners.options import option_chain
 
-    option = SelectiveOption(("qkv",), StageCost(40, 100, 100), time_ms=0.25)
+    option = SelectiveOption(("qkv.addmm#0:0",), StageCost(40, 100, 100), time_ms=0.25)
     chain = make_equal(6, 100, boundary=4, selective=(option,))
     assert option_chain(chain, "time").kinds == (0,) * 6
 

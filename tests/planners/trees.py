@@ -6,13 +6,14 @@ stage books what it saves, and a recomputed node replays its children in the bac
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptplan.planners.options import Option, OptionChain
-from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile, SelectiveOption, StageCost
 
 Tree = int | tuple[Any, ...]  # block number: kept; tuple: recomputed children; (i,): block i by itself
 
@@ -148,7 +149,11 @@ def _step(stages: Sequence[Any], num_inputs: int) -> tuple[list[int], list[int]]
     for index in reversed(range(len(stages))):
         own = made_by[index]
         older = [s for s in everything if s.holders and not any(s is mine for mine in own)]
-        backward[index] = sum(saved[:index]) + sum(s.size for s in older) + stages[index][0].backward_peak_bytes
+        own_peak = stages[index][0].backward_peak_bytes
+        if any(index in s.holders and len(s.holders) > 1 for s in everything):
+            sharing = stages[index][0].backward_peak_sharing_input_bytes
+            own_peak = own_peak if sharing is None else sharing
+        backward[index] = sum(saved[:index]) + sum(s.size for s in older) + own_peak
         for storage in everything:
             storage.holders.discard(index)
     return forward, backward
@@ -175,6 +180,51 @@ def uneven(chain: ChainProfile, seed: int) -> ChainProfile:
         forward_ms = rng.randint(16, 160) / 32
         blocks.append(replace(block, recompute=again, output_gradient_bytes=gradient, forward_time_ms=forward_ms))
     return replace(chain, blocks=tuple(blocks))
+
+
+def with_parts(chain: ChainProfile, seed: int, most: int = 3) -> ChainProfile:
+    """The chain with up to ``most`` ways to keep part of each block, of every sort; some cost nothing in FLOPs."""
+    rng = random.Random(f"parts {seed}")
+    blocks = []
+    for block in chain:
+        keep = block.keep
+        assert keep is not None
+        found = []
+        for number in range(rng.randint(0, most)):
+            share = rng.random()
+            backward = int(keep.backward_peak_bytes * rng.uniform(0.7, 1.2))
+            cost = StageCost(
+                int(keep.saved_bytes * share),
+                int(keep.forward_peak_bytes * rng.uniform(0.4, 1.0)),
+                backward,
+                tuple(rng.random() < 0.6 for _ in keep.keeps_input),
+                tuple(rng.random() < 0.4 for _ in keep.keeps_output),
+                backward + rng.randint(0, 2**21) if rng.random() < 0.6 else None,
+            )
+            names = tuple(f"part{number}.mm#{nth}:0" for nth in range(rng.randint(0 if number == 0 else 1, 2)))
+            found.append(SelectiveOption(names, cost, rng.randint(0, 128) / 32, rng.choice([0, 7, 100]), "hash"))
+        blocks.append(replace(block, selective=tuple(found), recompute_flops=100, forward_flops=120))
+    return replace(chain, blocks=tuple(blocks))
+
+
+def all_plans_with_parts(
+    chain: ChainProfile, *, flat: bool = False
+) -> Iterator[tuple[float, int, tuple[Tree, ...], tuple[int, ...]]]:
+    """(ms, peak, forest, per block the number of its part kept or -1) of every plan that can be run."""
+    for forest in all_forests(0, len(chain)):
+        if flat and not all(isinstance(tree, int) or len(_leaves(tree)) == 1 for tree in forest):
+            continue
+        kept = [tree for tree in forest if isinstance(tree, int)]
+        for ways in itertools.product(*(range(-1, len(chain[i].selective)) for i in kept)):
+            parts, blocks, total = [-1] * len(chain), list(chain.blocks), cost(chain, forest)
+            for i, way in zip(kept, ways, strict=True):
+                if way >= 0:
+                    parts[i] = way
+                    blocks[i] = replace(chain[i], keep=chain[i].selective[way].cost)
+                    total += chain[i].selective[way].time_ms or 0.0
+            most = peak(replace(chain, blocks=tuple(blocks)), forest)
+            if most is not None:
+                yield total, most, forest, tuple(parts)
 
 
 def five_options(chain: OptionChain, seed: int) -> tuple[OptionChain, dict[tuple[int, int], StageCost]]:
