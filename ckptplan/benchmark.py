@@ -14,9 +14,8 @@ import torch
 from ckptplan.apply import CheckpointedSequential
 from ckptplan.blocks import CheckpointableBlock
 from ckptplan.plan import CheckpointPlan
-from ckptplan.proof import StepPair, StepProof, prove
-from ckptplan.subject import PlainChain, Trials, private_batch, require_placement
-from ckptplan.trees import tensors_in
+from ckptplan.proof import OwnBatch, StepPair, StepProof, prove
+from ckptplan.subject import PlainChain, Trials, require_placement
 from ckptplan.twin import make_twin
 from ckptplan.units import require_amount
 from ckptplan.validate import validate_plan
@@ -117,16 +116,16 @@ def run_benchmark(
     validate_plan(plan, blocks, example_inputs, example_kwargs)
     require_placement(blocks, (example_inputs, kwargs), where, dtype)
     modules = make_twin([block.module for block in blocks])
-    inputs, kwargs = private_batch((example_inputs, kwargs))
+    own = OwnBatch((example_inputs, kwargs))
     plain = PlainChain(modules)
     planned = CheckpointedSequential(
         [CheckpointableBlock(b.block_id, b.order, m) for b, m in zip(blocks, modules, strict=True)], plan
     )
     pair = StepPair(
-        planned=lambda: make_target(planned(*inputs, **kwargs)),
-        plain=lambda: make_target(plain(*inputs, **kwargs)),
+        planned=lambda: make_target(planned(*own.now[0], **own.now[1])),
+        plain=lambda: make_target(plain(*own.now[0], **own.now[1])),
         twin=plain,
-        inputs=tensors_in((inputs, kwargs)),
+        batch=own,
         device=where,
     )
     proof = prove(pair, trials, check_gradients=check_correctness, rtol=correctness_rtol, atol=correctness_atol)
@@ -137,7 +136,7 @@ def _benchmark_result(plan: CheckpointPlan, pair: StepPair, proof: StepProof) ->
     allocated = proof.device_peak_bytes
     if allocated is None and proof.peak_bytes is not None:
         allocated = proof.static_bytes + proof.peak_bytes
-    first = pair.inputs[0] if pair.inputs else None
+    first = next(iter(pair.batch.tensors), None)
     check = proof.gradients
     return BenchmarkResult(
         config_name=plan.planner,

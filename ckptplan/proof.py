@@ -20,7 +20,7 @@ from torch import nn
 from ckptplan.apply import checkpointed
 from ckptplan.memory import CudaAllocatorMeter, make_meter
 from ckptplan.plan import CheckpointPlan
-from ckptplan.randomness import random_state_restored, set_torch_state, torch_state
+from ckptplan.randomness import GlobalStreams, library_state, random_state_restored, torch_state
 from ckptplan.subject import LossFn, Trials, private_batch
 from ckptplan.trees import tensors_in
 from ckptplan.twin import make_twin
@@ -70,14 +70,30 @@ class StepProof:
         return statistics.median(planned / plain for planned, plain in pairs) - 1 if pairs else None
 
 
+class OwnBatch:
+    """The batch that a step gets: a copy for each, so that what a step changes in it reaches no other step."""
+
+    def __init__(self, batch: Any) -> None:
+        self._original = batch
+        self.now = private_batch(batch)
+
+    def renew(self) -> None:
+        self.now = None  # two copies at once would stand beside the step in a caching allocator
+        self.now = private_batch(self._original)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return tensors_in(self.now)
+
+
 @dataclass
 class StepPair:
-    """A planned and an unplanned step over the same twin."""
+    """A planned and an unplanned step over the same twin; each step runs on ``batch.now``."""
 
     planned: Callable[[], torch.Tensor]
     plain: Callable[[], torch.Tensor]
     twin: nn.Module
-    inputs: list[torch.Tensor]
+    batch: OwnBatch
     device: torch.device
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -109,14 +125,14 @@ def prove_model(
     require_amount("rtol", rtol)  # before anything is built
     require_amount("atol", atol)
     (twin,) = make_twin([model])
-    own_batch = private_batch(batch)
+    own = OwnBatch(batch)
     patch = checkpointed(twin, plan)  # checked once, not in every timed step
 
     def planned() -> torch.Tensor:
         with patch:
-            return loss_fn(twin, own_batch)
+            return loss_fn(twin, own.now)
 
-    pair = StepPair(planned, lambda: loss_fn(twin, own_batch), twin, tensors_in(own_batch), device)
+    pair = StepPair(planned, lambda: loss_fn(twin, own.now), twin, own, device)
     return prove(
         pair,
         trials,
@@ -215,17 +231,19 @@ class _Start:
     """State that both steps start from."""
 
     buffers: dict[str, torch.Tensor]
-    random_states: list[torch.Tensor]
+    streams: GlobalStreams
 
     @staticmethod
     def of(pair: StepPair) -> _Start:
-        return _Start({name: b.detach().clone() for name, b in pair.buffers().items()}, torch_state(pair.device))
+        buffers = {name: b.detach().clone() for name, b in pair.buffers().items()}
+        return _Start(buffers, GlobalStreams.now(pair.device))
 
     def restore(self, pair: StepPair) -> None:
         with torch.no_grad():
             for name, buffer in pair.buffers().items():
                 buffer.copy_(self.buffers[name])
-        set_torch_state(self.random_states, pair.device)
+        self.streams.put_back(pair.device)
+        pair.batch.renew()
 
 
 @dataclass(frozen=True)
@@ -236,21 +254,23 @@ class StepOutcome:
     gradients: Mapping[str, torch.Tensor | None]
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     random_states: Sequence[torch.Tensor] = ()
+    library_states: tuple[Any, ...] = ()  # of Python's and NumPy's streams
 
 
 def _outcome(pair: StepPair, step: Callable[[], torch.Tensor], start: _Start) -> StepOutcome:
     start.restore(pair)
-    for tensor in (*pair.twin.parameters(), *pair.inputs):
+    inputs = pair.batch.tensors
+    for tensor in (*pair.twin.parameters(), *inputs):
         tensor.grad = None  # so that a gradient that never comes shows as missing, not as zero
     loss = step()
     loss.backward()
     gradients = {n: None if p.grad is None else _on_host(p.grad) for n, p in pair.parameters().items()}
-    for i, tensor in enumerate(pair.inputs):
+    for i, tensor in enumerate(inputs):
         if tensor.requires_grad:
             gradients[f"input {i}"] = None if tensor.grad is None else _on_host(tensor.grad)
     buffers = {name: _on_host(buffer) for name, buffer in pair.buffers().items()}
-    outcome = StepOutcome(_on_host(loss), gradients, buffers, torch_state(pair.device))
-    for tensor in (*pair.twin.parameters(), *pair.inputs):
+    outcome = StepOutcome(_on_host(loss), gradients, buffers, torch_state(pair.device), library_state())
+    for tensor in (*pair.twin.parameters(), *inputs):
         tensor.grad = None
     return outcome
 
@@ -292,6 +312,8 @@ def compare_outcomes(
     states = zip(found.random_states, expected.random_states, strict=True)
     if not all(torch.equal(left, right) for left, right in states):
         faults.append("the random stream stands elsewhere after the step")
+    if found.library_states != expected.library_states:
+        faults.append("the random stream of Python or NumPy stands elsewhere after the step")
     known = not any("not finite" in fault or "missing" in fault for fault in faults)
     return GradientCheck(
         reference=reference,
@@ -307,14 +329,17 @@ def compare_outcomes(
 
 
 def _allocate_gradients(pair: StepPair) -> None:
-    for tensor in (*pair.parameters().values(), *(t for t in pair.inputs if t.requires_grad)):
+    for tensor in pair.parameters().values():
         tensor.grad = torch.zeros_like(tensor)
+    pair.batch.renew()  # brings the gradients of its tensors
 
 
 def _peak_or_none(pair: StepPair, step: Callable[[], torch.Tensor]) -> tuple[int | None, int | None, int | None]:
     """(peak above what stands before the step, device's allocated peak, device's reserved peak)."""
     try:
+        pair.batch.renew()
         step().backward()  # lazily made workspaces are there afterwards
+        pair.batch.renew()
         meter = make_meter(pair.device)
         with meter:
             meter.mark("start")
@@ -348,6 +373,7 @@ def _interleaved_times(
 
 
 def _time(pair: StepPair, step: Callable[[], torch.Tensor]) -> float:
+    pair.batch.renew()
     pair.synchronize()
     start_s = time.perf_counter()
     step().backward()
@@ -356,6 +382,6 @@ def _time(pair: StepPair, step: Callable[[], torch.Tensor]) -> float:
 
 
 def _static_bytes(pair: StepPair) -> int:
-    tensors = [*pair.twin.parameters(), *pair.twin.buffers(), *pair.inputs]
+    tensors = [*pair.twin.parameters(), *pair.twin.buffers(), *pair.batch.tensors]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     return sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())

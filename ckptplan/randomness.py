@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,13 +44,29 @@ def set_torch_state(states: list[torch.Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states[1], device)
 
 
+@dataclass(frozen=True)
+class GlobalStreams:
+    """Where all streams stood: Python's, NumPy's, torch's."""
+
+    python_state: tuple[Any, ...]
+    numpy_state: Any
+    torch_states: list[torch.Tensor]
+
+    @staticmethod
+    def now(device: torch.device) -> GlobalStreams:
+        return GlobalStreams(random.getstate(), np.random.get_state(), torch_state(device))
+
+    def put_back(self, device: torch.device) -> None:
+        random.setstate(self.python_state)
+        np.random.set_state(self.numpy_state)
+        set_torch_state(self.torch_states, device)
+
+
 @contextmanager
 def random_state_restored(device: torch.device) -> Iterator[None]:
     """All streams are left where they were found, on success and on error."""
-    python, numpy_state, torch_states = random.getstate(), np.random.get_state(), torch_state(device)
+    streams = GlobalStreams.now(device)
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy_state)
-        set_torch_state(torch_states, device)
+        streams.put_back(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +157,44 @@ class TestGradients:
         )
         assert result.bitwise_equal
 
+    def test_models_that_draw_from_pythons_and_numpys_streams_are_judged_rightly(self) -> None:
+        class Draws(nn.Module):
+            """Before its blocks it scales by two numbers, of Python's stream and of NumPy's."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList(Residual(16) for _ in range(2))
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = x * (1 + random.random() + np.random.random())  # noqa: NPY002
+                for layer in self.layers:
+                    x = layer(x)
+                return x
+
+        plan = CheckpointPlan.from_text("R(0) K1", ["layers.0", "layers.1"])
+        before = random.getstate(), np.random.get_state()[2]  # noqa: NPY002
+        proof = prove_model(
+            Draws(), plan, torch.randn(4, 64), lambda m, x: m(x).square().mean(), device=CPU, trials=Trials(0, 1)
+        )
+        assert proof.gradients is not None
+        assert proof.gradients.bitwise_equal
+        assert (random.getstate(), np.random.get_state()[2]) == before  # noqa: NPY002
+
+    def test_each_step_gets_a_batch_of_its_own(self) -> None:
+        """The step doubles its batch and takes an entry out: a second step on the same one would fail."""
+
+        def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            batch["x"] *= 2
+            return (model(batch["x"]) - batch.pop("y")).square().mean()
+
+        model, batch = nn.Sequential(Residual(16), Residual(16)), {"x": torch.ones(4, 64), "y": torch.ones(4, 64)}
+        plan = CheckpointPlan.from_text("R(0) K1", ["0", "1"])
+        proof = prove_model(model, plan, batch, loss_fn, device=CPU, trials=Trials(1, 2))
+        assert proof.gradients is not None
+        assert proof.gradients.bitwise_equal
+        assert set(batch) == {"x", "y"}
+        assert batch["x"].equal(torch.ones(4, 64))
+
     def test_other_streams_and_buffers_after_the_step_are_found(self) -> None:
         def outcome(buffer: float, state: int) -> StepOutcome:
             return StepOutcome(torch.zeros(()), {}, {"count": torch.tensor(buffer)}, [torch.tensor([state])])
@@ -164,6 +203,11 @@ class TestGradients:
         assert compare_outcomes(outcome(2.0, 6), outcome(1.0, 5), "r", 0.0, 0.0).faults == (
             "buffer count differs after the step",
             "the random stream stands elsewhere after the step",
+        )
+        drawn = StepOutcome(torch.zeros(()), {}, library_states=(2,))
+        not_drawn = StepOutcome(torch.zeros(()), {}, library_states=(1,))
+        assert compare_outcomes(drawn, not_drawn, "r", 0.0, 0.0).faults == (
+            "the random stream of Python or NumPy stands elsewhere after the step",
         )
 
     def test_each_parameter_is_judged_by_its_own_size(self) -> None:
