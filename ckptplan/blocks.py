@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import enum
 import fnmatch
+import functools
 import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from ckptplan.errors import BlockDeclarationError
+from ckptplan.trees import array_hash, attributes_of, is_filled
 
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
 
@@ -190,29 +196,90 @@ def takes_keyword(module: nn.Module, name: str) -> bool:
 def describe_module(module: nn.Module, *, exact: bool = False) -> str:
     """What a module computes with, as text: classes, settings, shapes, dtypes, gradient and train flags.
 
-    Weights are left out. ``exact`` adds the identity of attributes that cannot be written as text, so that
-    equal texts mean equal computations within one process; without it the text is the same in every process.
+    Settings are looked for in attributes, and in dicts, dataclasses, plain objects and closures that these hold.
+    Weights and buffers are left out. ``exact`` adds the values of arrays and the identity of what cannot be written as
+    text, so that equal texts mean equal computations within one process (up to weights and buffers); without it the
+    text is the same in every process.
     """
     lines = []
+    parts = {id(part): path for path, part in module.named_modules()}
     for path, part in module.named_modules():
         kind = type(part)
         lines.append(f"{path}:{kind.__module__}.{kind.__qualname__}({part.extra_repr()}) train={part.training}")
         for name, attribute in sorted(vars(part).items()):
             if name not in _MODULE_INTERNALS:
-                lines.append(f" {name}={_describe_attribute(attribute, exact)}")
+                lines.append(f" {name}={_describe(attribute, exact, parts, _DEPTH)}")
         for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
             lines.append(f" {name}:{tuple(tensor.shape)}:{tensor.dtype}:grad={tensor.requires_grad}")
     return "\n".join(lines)
 
 
-def _describe_attribute(value: Any, exact: bool) -> str:
-    if isinstance(value, (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)):
+_WRITABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, np.generic)
+_DEPTH = 5  # how deep settings are looked for in nested values
+_MOST_ITEMS = 100  # a longer collection is data, not settings
+
+
+def _describe(value: Any, exact: bool, parts: Mapping[int, str], depth: int) -> str:
+    """``parts`` are the submodules, by ``id``: their paths stand for them."""
+    kind = type(value)
+    opaque = kind.__qualname__ + (f"@{id(value)}" if exact else "")
+
+    def inside(item: Any) -> str:
+        return _describe(item, exact, parts, depth - 1)
+
+    if isinstance(value, enum.Enum):
+        return f"{kind.__qualname__}.{value.name}"
+    if isinstance(value, _WRITABLE):
         return repr(value)
-    if isinstance(value, (list, tuple)) and len(value) < 100:
-        return f"{type(value).__name__}({', '.join(_describe_attribute(item, exact) for item in value)})"
-    if inspect.isroutine(value):
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return f"{kind.__qualname__}:{array_hash(value)}" if exact else kind.__qualname__
+    if isinstance(value, nn.Module):
+        return f"<{parts[id(value)]}>" if id(value) in parts else opaque
+    if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
-    return f"{type(value).__qualname__}" + (f"@{id(value)}" if exact else "")
+    if depth == 0:
+        return opaque
+    if inspect.isroutine(value) or isinstance(value, functools.partial):
+        return _describe_function(value, exact, inside)
+    if isinstance(value, (list, tuple, set, frozenset, Mapping)) and len(value) > _MOST_ITEMS:
+        return f"{opaque}[{len(value)}]"
+    if isinstance(value, (list, tuple)):
+        return f"{kind.__name__}({', '.join(map(inside, value))})"
+    if isinstance(value, (set, frozenset)):
+        return f"{kind.__name__}({', '.join(sorted(map(inside, value)))})"
+    if isinstance(value, Mapping):
+        if not exact and not all(isinstance(key, str) for key in value):
+            return f"{kind.__name__}()"  # a cache or a table, not settings; as it is before its first entry
+        return f"{kind.__name__}({_named(value, exact, inside)})"
+    if _is_library(kind) and kind is not types.SimpleNamespace:
+        return opaque
+    return f"{kind.__qualname__}({_named(attributes_of(value), exact, inside)})"
+
+
+def _named(items: Mapping[Any, Any], exact: bool, inside: Callable[[Any], str]) -> str:
+    """Tensors and modules among the items are no settings."""
+    chosen = {repr(k): v for k, v in items.items() if exact or not isinstance(v, (torch.Tensor, nn.Module))}
+    return ", ".join(f"{key}={inside(item)}" for key, item in sorted(chosen.items(), key=lambda pair: pair[0]))
+
+
+def _describe_function(value: Any, exact: bool, inside: Callable[[Any], str]) -> str:
+    if isinstance(value, functools.partial):
+        keywords = sorted(value.keywords.items())
+        return f"partial({', '.join(map(inside, (value.func, *value.args)))}, {_named(dict(keywords), exact, inside)})"
+    if isinstance(value, types.MethodType):
+        return f"{inside(value.__func__)} of {inside(value.__self__)}"
+    name = f"{value.__module__}.{value.__qualname__}"
+    if not isinstance(value, types.FunctionType):
+        return name
+    cells = [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
+    held = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    return f"{name}{f'@{id(value.__code__)}' if exact else ''}({', '.join(map(inside, held))})"
+
+
+def _is_library(kind: type) -> bool:
+    """A lock, a logger, a generator: what such objects hold are no settings and differs from process to process."""
+    top = kind.__module__.partition(".")[0]
+    return top in sys.stdlib_module_names or top in ("torch", "numpy")
 
 
 def model_fingerprint(blocks: Sequence[CheckpointableBlock]) -> str:

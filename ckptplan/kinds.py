@@ -27,7 +27,7 @@ from ckptplan.stages import (
     time_stage,
 )
 from ckptplan.trace import BlockCall, autocast_as, value_signature
-from ckptplan.trees import distinct_storages, storage_key, tensors_in
+from ckptplan.trees import array_hash, distinct_storages, storage_key, tensors_in
 
 
 @dataclass
@@ -61,13 +61,12 @@ class Kind:
         return Guards(buffer_slots(self.module, names) if names else (), (self.module,))
 
 
-def kind_key(module: nn.Module, call: BlockCall, arriving: GradientLayout | None) -> str:
+def kind_key(module: nn.Module, call: BlockCall, arriving: GradientLayout | None, observation: Observation) -> str:
     """Equal for blocks that do the same with the same memory; gradients that fill storages of their own are usual."""
     count = len({id(t) for t in tensors_in(call.output) if t.requires_grad})
     is_usual = arriving is None or (len(arriving) == count and not any(arriving.values()))
     gradients = "" if is_usual else repr(sorted((arriving or {}).items()))
-    text = f"{describe_module(module, exact=True)}|{call.signature}|{call.autocast}|{gradients}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return _hash(_computation(module, call), call.signature, str(call.autocast), gradients, repr(observation))
 
 
 def time_key(module: nn.Module, call: BlockCall) -> str:
@@ -75,18 +74,48 @@ def time_key(module: nn.Module, call: BlockCall) -> str:
 
     They share one measured time, so that noise cannot prefer the first block of a chain to the others.
     """
-    text = f"{describe_module(module, exact=True)}|{value_signature((call.args, call.kwargs))}|{call.autocast}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return _hash(_computation(module, call), value_signature((call.args, call.kwargs)), str(call.autocast))
 
 
-def examine(module: nn.Module, call: BlockCall, device: torch.device, arriving: GradientLayout | None) -> Kind:
+def _computation(module: nn.Module, call: BlockCall) -> str:
+    """What a block computes with, its buffers' first values included: a flag among them may decide what it does.
+
+    Statistics of normalization layers decide nothing but values.
+    """
+    lines = [describe_module(module, exact=True)]
+    for name, buffer in call.first.buffers.items():
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if not isinstance(owner, nn.modules.batchnorm._NormBase):
+            lines.append(f"{name}:{array_hash(buffer)}")
+    return "\n".join(lines)
+
+
+def _hash(*texts: str) -> str:
+    return hashlib.sha256("|".join(texts).encode()).hexdigest()[:16]
+
+
+def observe_block(module: nn.Module, call: BlockCall, device: torch.device) -> Observation:
+    """``observe`` under the autocast that the block ran in."""
+    return observe(module, call, _under_autocast(module, call, device), device)
+
+
+def _under_autocast(module: nn.Module, call: BlockCall, device: torch.device) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with autocast_as(device, call.autocast):
             return module(*args, **kwargs)
 
-    observation = observe(module, call, run, device)
+    return run
+
+
+def examine(
+    module: nn.Module,
+    call: BlockCall,
+    observation: Observation,
+    device: torch.device,
+    arriving: GradientLayout | None,
+) -> Kind:
     copies, args, kwargs = call.fresh()
-    outputs = tensors_in(run(*args, **kwargs))
+    outputs = tensors_in(_under_autocast(module, call, device)(*args, **kwargs))
     inputs = [storage_key(t) for t in distinct_storages(copies)]
     storages = distinct_storages(outputs)
     outside = {storage_key(t) for t in (*tensors_in((args, kwargs)), *module.parameters(), *module.buffers())}

@@ -28,6 +28,7 @@ from ckptplan.kinds import (
     examine,
     kind_key,
     measure_bytes_and_flops,
+    observe_block,
     time_again,
     time_key,
     with_loss,
@@ -308,9 +309,10 @@ def _examine_backwards(
     kinds: dict[str, Kind] = {}
     keys: list[str] = []
     for module, call in zip(reversed(subject.modules), reversed(trace.calls), strict=True):
-        key = kind_key(module, call, layout)
+        observation = observe_block(module, call, subject.device)
+        key = kind_key(module, call, layout, observation)
         if key not in kinds:
-            kinds[key] = examine(module, call, subject.device, layout)
+            kinds[key] = examine(module, call, observation, subject.device, layout)
         keys.insert(0, key)
         layout = kinds[key].handed_back or None
     return kinds, keys, layout

@@ -23,7 +23,16 @@ from torch import nn
 
 from ckptplan.randomness import library_state, set_torch_state, torch_state
 from ckptplan.trace import BlockCall, buffer_versions
-from ckptplan.trees import attributes_of, is_filled, same, tensors_anywhere, tensors_in, value_hash
+from ckptplan.trees import (
+    MOST_HASHED,
+    array_hash,
+    attributes_of,
+    is_filled,
+    same,
+    tensors_anywhere,
+    tensors_in,
+    value_hash,
+)
 
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None), array.array, itertools.count)
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType)
@@ -67,7 +76,7 @@ def observe(module: nn.Module, call: BlockCall, run: Callable[..., Any], device:
     if mutated:  # a forward may do something else once its buffers have changed
         mutated |= _run_from(settled, module, call, run, device).mutated
     names = [name for name, _ in module.named_buffers(remove_duplicate=False)]
-    return Observation(one.draws, tuple(n for n in names if n in mutated), _reason(module, call, one, two))
+    return Observation(one.draws, tuple(n for n in names if n in mutated), _reason(call, one, two))
 
 
 def _run_from(
@@ -97,7 +106,7 @@ def _run_from(
     )
 
 
-def _reason(module: nn.Module, call: BlockCall, one: _Run, two: _Run) -> str | None:
+def _reason(call: BlockCall, one: _Run, two: _Run) -> str | None:
     """Why a recomputation would not give what the forward gave, or would do something twice; None where neither."""
     names = sorted({*one.attributes, *two.attributes})
     changed = [name for name in names if one.attributes.get(name) != two.attributes.get(name)]
@@ -112,9 +121,6 @@ def _reason(module: nn.Module, call: BlockCall, one: _Run, two: _Run) -> str | N
     seen_in_trace = _reason_of_first_run(call)
     if seen_in_trace is not None:
         return seen_in_trace
-    for path, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            return f"its part {path!r} is a torch.jit.ScriptModule, which may save other tensors in a second run"
     if not _alike(one.output, two.output, same):
         return "two runs from the same state give different outputs, so a recomputation would not be exact"
     if not _alike(one.output, [t.detach() for t in tensors_in(call.output)], _nearly):
@@ -196,14 +202,12 @@ def attribute_state(module: nn.Module) -> dict[str, Any]:
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if name not in _MODULE_INTERNALS:
-                state[f"{path}.{name}".lstrip(".")] = _comparable(value, _DEPTH, _tensor_values, parts)
+                state[f"{path}.{name}".lstrip(".")] = _comparable(value, _DEPTH, _values_of, parts)
     return state
 
 
-def _tensor_values(tensor: torch.Tensor) -> Any:
-    if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta":
-        return id(tensor), tensor._version
-    return str(tensor.dtype), tuple(tensor.shape), value_hash(tensor)
+def _values_of(tensor: torch.Tensor) -> Any:
+    return array_hash(tensor), tensor._version if tensor.numel() > MOST_HASHED else None
 
 
 def _comparable(

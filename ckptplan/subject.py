@@ -60,11 +60,13 @@ def require_placement(
                 f"a plan is active on block {block.block_id!r} (its forward is exchanged); leave the "
                 "'with checkpointed(...)' or call remove() before profiling the model"
             )
-        if isinstance(block.module, torch.jit.ScriptModule):
-            raise BlockDeclarationError(
-                f"block {block.block_id!r} is a torch.jit.ScriptModule, whose forward cannot be exchanged; declare the "
-                "module that it was scripted from, or one that holds it"
-            )
+        for path, part in block.module.named_modules():
+            if isinstance(part, torch.jit.ScriptModule):
+                raise BlockDeclarationError(
+                    f"{f'{block.block_id}.{path}'.rstrip('.')!r} is a torch.jit.ScriptModule: its forward cannot be "
+                    "exchanged, and copies of it compute with the weights of the original; use the module that it was "
+                    "scripted from"
+                )
         for name, tensor in (*block.module.named_parameters(), *block.module.named_buffers()):
             if isinstance(tensor, nn.parameter.UninitializedParameter):
                 raise ValueError(f"{block.block_id}.{name} has no shape yet; run the model once before profiling it")

@@ -146,3 +146,20 @@ def value_hash(tensor: torch.Tensor) -> str:
     """Equal for tensors of equal bits; made of their bytes on the host."""
     values = tensor.detach().to("cpu").contiguous().reshape(-1)
     return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+MOST_HASHED = 10**7  # elements
+
+
+def array_hash(array: Any) -> str:
+    """Equal for tensors or NumPy arrays of equal dtype, shape and bits.
+
+    Made of the identity where the values are no plain bytes, or more than ``MOST_HASHED``.
+    """
+    if isinstance(array, torch.Tensor):
+        is_plain = array.layout == torch.strided and not array.is_nested and array.device.type != "meta"
+        values = value_hash(array) if is_plain and array.numel() <= MOST_HASHED else f"@{id(array)}"
+    else:
+        is_plain = not array.dtype.hasobject and array.size <= MOST_HASHED
+        values = hashlib.sha256(array.tobytes()).hexdigest()[:16] if is_plain else f"@{id(array)}"
+    return f"{array.dtype}{tuple(array.shape)}{values}"

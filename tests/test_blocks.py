@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import subprocess
 import sys
+import threading
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ckptplan.blocks import (
@@ -184,7 +190,9 @@ class TestFingerprint:
         code = (
             "from torch import nn; from ckptplan.blocks import *\n"
             "block = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Dropout(0.1)); block.scorer = lambda x: x\n"
+            "from types import SimpleNamespace; import threading\n"
             "block.table = {'k': 1}; block.thing = object()\n"
+            "block.config = SimpleNamespace(act=nn.functional.gelu, names={'a', 'b', 'c'}, lock=threading.Lock())\n"
             "print(model_fingerprint(declare_blocks(nn.ModuleList([block]), [('b', block)])))"
         )
         runs = [
@@ -193,3 +201,57 @@ class TestFingerprint:
         ]
         assert len(runs[0].stdout.strip()) == 64
         assert runs[0].stdout == runs[1].stdout
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda rate: {"dropout": rate},
+            lambda rate: Settings(rate),
+            lambda rate: SimpleNamespace(inner=SimpleNamespace(dropout=rate)),
+            lambda rate: Plain(rate),
+            lambda rate: Slotted(rate),
+            lambda rate: functools.partial(F.dropout, p=rate),
+            lambda rate: lambda x: F.dropout(x, rate),
+            lambda rate: [{"dropout": rate}],
+        ],
+        ids=["dict", "dataclass", "namespace", "object", "slots", "partial", "closure", "nested"],
+    )
+    def test_a_setting_inside_an_object_changes_it(self, make: Callable[[float], object]) -> None:
+        blocks = [self.block() for _ in range(3)]
+        for block, rate in zip(blocks, (0.0, 0.3, 0.0), strict=True):
+            block.config = make(rate)
+        first, other, same = map(self.of, blocks)
+        assert first != other
+        assert first == same
+
+    def test_caches_and_helpers_of_the_library_are_no_part_of_it(self) -> None:
+        block = self.block()
+        block.cache, block.lock, block.log = {}, threading.Lock(), logging.getLogger("a")
+        before = self.of(block)
+        block.cache[(8, "cpu")] = torch.ones(8)
+        block.log.isEnabledFor(logging.DEBUG)  # it remembers the answer
+        assert self.of(block) == before
+
+    def test_a_holder_of_itself_ends(self) -> None:
+        block = self.block()
+        block.config = Plain(0.1)
+        block.config.again = block.config
+        block.config.owner = block
+        assert self.of(block) == self.of(block)
+
+
+@dataclass
+class Settings:
+    dropout: float
+
+
+class Plain:
+    def __init__(self, dropout: float) -> None:
+        self.dropout = dropout
+
+
+class Slotted:
+    __slots__ = ("dropout",)
+
+    def __init__(self, dropout: float) -> None:
+        self.dropout = dropout

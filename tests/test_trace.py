@@ -402,12 +402,14 @@ def test_tensors_that_are_not_dense_are_told_by_name(tensor: Tensor, word: str) 
         profile(model)
 
 
-def test_a_scripted_block_is_told() -> None:
-    model = Model()
+@pytest.mark.parametrize("path", ["layers.1", "layers.1.0"])
+def test_a_scripted_module_in_a_block_is_told(path: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        model.layers[1] = torch.jit.script(model.layers[1])
-    with pytest.raises(BlockDeclarationError, match=r"'layers.1' is a torch.jit.ScriptModule"):
+        scripted = torch.jit.script(nn.Linear(8, 8))
+    model = Model()
+    model.layers[1] = scripted if path == "layers.1" else nn.Sequential(scripted)
+    with pytest.raises(BlockDeclarationError, match=rf"'{path}' is a torch.jit.ScriptModule"):
         profile(model)
 
 
