@@ -34,7 +34,7 @@ from ckptplan.errors import CkptplanError, ConfigError
 from ckptplan.sweeps import EXIT_BAD_CONFIG, SweepTerminated
 
 CONFIG_NAME = "train"
-EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 FINE_IN_A_SWEEP = (0, 3, 4, 5)  # exit codes that are an answer: ok, infeasible, over_budget, oom
 
 log = logging.getLogger(__name__)
@@ -70,8 +70,8 @@ def main(arguments: Sequence[str]) -> int:
     except CkptplanError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except SweepTerminated:
-        return EXIT_TERMINATED
+    except SweepTerminated as error:
+        return 128 + error.signal_number
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

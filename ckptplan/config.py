@@ -12,6 +12,7 @@ import enum
 import hashlib
 import json
 import math
+import os
 import re
 import shlex
 import types
@@ -492,6 +493,8 @@ def _check_size(key: str, value: object) -> None:
         raise config_error(key, value, f"{problem}; expected {expected_words(key)}", remedy=f"{key}=6GiB")
 
 
+_MOST_THREADS = 4 * (os.cpu_count() or 1)  # more only get into each other's way, until the system refuses them
+
 # Dotted key -> (fits, what is expected in words, an example). None always fits: it switches the thing off.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str, object]] = {
     "budget_frac": (lambda f: 0 < f <= 1, "0 < f <= 1, a share of the peak without checkpointing", 0.5),
@@ -504,7 +507,11 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str, object]] = {
     "log_every": (lambda n: n >= 1, "1 or more", 10),
     "eval_every": (lambda n: n >= 1, "1 or more, or null", 20),
     "clip_norm": (lambda norm: norm > 0, "a norm above 0, or null for no clipping", 1.0),
-    "runtime.threads": (lambda n: n >= 1, "1 or more, or null", 2),
+    "runtime.threads": (
+        lambda n: 1 <= n <= _MOST_THREADS,
+        f"1 to {_MOST_THREADS} (4 for each of the machine's cores), or null",
+        os.cpu_count() or 1,
+    ),
     "scheduler.warmup_steps": (lambda n: n >= 0, "0 or more, or null", 10),
     "scheduler.final_factor": (lambda factor: 0 <= factor <= 1, "0 to 1, a share of the highest rate", 0.1),
     "profile.num_warmup": (lambda n: n >= 0, "0 or more", 2),

@@ -279,7 +279,11 @@ class CheckpointPlan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CheckpointPlan:
         """Reads what :meth:`save` wrote; raises as :meth:`from_json` does, naming the file."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"), source=str(path))
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise PlanIncompatibleError(f"{path}: is not JSON: it is not even text ({error})") from None
+        return cls.from_json(text, source=str(path))
 
     def diff(self, other: CheckpointPlan) -> list[str]:
         """One line per thing in which ``other`` differs from this plan; empty when their digests are equal."""

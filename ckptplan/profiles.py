@@ -225,7 +225,11 @@ class ChainProfile(Sequence[BlockProfile]):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ChainProfile:
         """Reads what :meth:`save` wrote; raises as :meth:`from_json` does, naming the file."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"), source=str(path))
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: is not JSON: it is not even text ({error})") from None
+        return cls.from_json(text, source=str(path))
 
     @overload
     def __getitem__(self, index: int) -> BlockProfile: ...

@@ -6,6 +6,7 @@ runtime -> data -> model -> blocks -> profile -> plan -> proof by real steps -> 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import logging
 import statistics
@@ -23,12 +24,13 @@ from ckptplan.apply import checkpointed
 from ckptplan.benchmark import percentile
 from ckptplan.blocks import BlockSelection, select_blocks
 from ckptplan.budget import StaticBytes, plan_for_budget, static_bytes
-from ckptplan.config import RunConfig, config_hash, config_yaml
+from ckptplan.config import PlannerConfig, RunConfig, config_hash, config_yaml
 from ckptplan.data import Batch
 from ckptplan.data.spec import explain_mismatch
 from ckptplan.discovery import find_blocks
 from ckptplan.errors import (
     BlockDeclarationError,
+    CkptplanError,
     ConfigError,
     InfeasibleTargetError,
     RunInterruptedError,
@@ -36,7 +38,8 @@ from ckptplan.errors import (
 )
 from ckptplan.measure import profile_model
 from ckptplan.optim import learning_rate_schedule
-from ckptplan.plan import CheckpointPlan
+from ckptplan.plan import CheckpointDecision, CheckpointPlan
+from ckptplan.planners import PLANNERS_WITH_OPTIONS
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 from ckptplan.proof import GradientCheck, StepProof, is_out_of_memory, prove_model
 from ckptplan.randomness import random_state_restored
@@ -59,7 +62,7 @@ from ckptplan.runtime import Runtime, choose_runtime
 from ckptplan.simulate import PlanCost, simulate_plan
 from ckptplan.stopping import StopFlag
 from ckptplan.subject import LossFn, Trials
-from ckptplan.targets import instantiate
+from ckptplan.targets import call_partial, instantiate
 from ckptplan.tracking import Tracker, open_tracker
 from ckptplan.training import TrainSettings, TrainSummary, loss_of, to_device, train
 from ckptplan.twin import make_twin
@@ -174,7 +177,8 @@ class _Run:
         selection = self.select_blocks(model, batch, runtime)
         self.tracker.start(resolved, self.config.name or self.folder.name, self.config.logger.group)
         self.is_started = True
-        optimizer = instantiate(self.config.optimizer, "optimizer")(model.parameters())
+        make_optimizer = instantiate(self.config.optimizer, "optimizer")
+        optimizer = call_partial(make_optimizer, self.config.optimizer, "optimizer", model.parameters())
         static = self.count_static_bytes(model, optimizer, batch)
         profile = self.profile(model, selection, batch, runtime)
         plan = self.plan(profile, static)
@@ -257,6 +261,7 @@ class _Run:
                 device=runtime.device,
                 num_warmup=self.config.profile.num_warmup,
                 num_trials=self.config.profile.num_trials,
+                selective=self.measures_options(),
                 check_stop=self.stop.check,
             )
         except (BlockDeclarationError, UnsupportedBoundaryError) as error:
@@ -267,6 +272,17 @@ class _Run:
         of_kinds = f"{kinds} kind" if kinds == 1 else f"{kinds} kinds"
         log.info("profile: %d blocks of %s measured in %.1f s", len(profile), of_kinds, self.result.timing.profile_s)
         return profile
+
+    def measures_options(self) -> bool:
+        """Whether options inside blocks are found and measured: for planners that choose them, and plans that do."""
+        if not _wants_options(self.config.planner):
+            return False
+        if importlib.util.find_spec("scipy") is None:
+            self.result.notes.append(
+                "options inside blocks were left out: finding them needs scipy (pip install -e '.[solvers]')"
+            )
+            return False
+        return True
 
     def plan(self, profile: ChainProfile, static: StaticBytes) -> CheckpointPlan:
         start_s = time.perf_counter()
@@ -298,8 +314,7 @@ class _Run:
 
     def _track_plan(self, profile: ChainProfile, plan: CheckpointPlan, cost: PlanCost) -> None:
         rows = [
-            (d.block_id, "recompute" if d.checkpointed else "keep", d.retained_bytes, d.recompute_time_ms, d.reason)
-            for d in plan.decisions
+            (d.block_id, _decision_word(d), d.retained_bytes, d.recompute_time_ms, d.reason) for d in plan.decisions
         ]
         self.tracker.table("plan", ("block", "decision", "retained_bytes", "recompute_time_ms", "why"), rows)
         levels = [(float(i), level_bytes / 2**20) for i, (_, _, level_bytes) in enumerate(cost.timeline)]
@@ -423,6 +438,24 @@ class _Run:
 
 def _loss_fn(runtime: Runtime) -> LossFn:
     return lambda model, batch: loss_of(model, batch, runtime.autocast_dtype)
+
+
+def _wants_options(planner: PlannerConfig) -> bool:
+    """A plan that is given in text or in a file wants them where it keeps part of a block."""
+    if planner.text is not None:
+        return "S" in planner.text
+    if planner.path is not None:
+        try:
+            return CheckpointPlan.load(planner.path).selective > 0
+        except (OSError, CkptplanError):  # the planner tells what is wrong with it
+            return False
+    return planner.name in PLANNERS_WITH_OPTIONS
+
+
+def _decision_word(decision: CheckpointDecision) -> str:
+    if decision.saved_ops is not None:
+        return "keep part"
+    return "recompute" if decision.checkpointed else "keep"
 
 
 def _short_name(node: dict[str, Any]) -> str:

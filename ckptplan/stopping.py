@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM during a run: finish what is in hand, write the records, leave with 130 or 143."""
+"""Ctrl-C, SIGTERM and SIGHUP during a run: finish what is in hand, write the records, leave with 130, 143 or 129."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from ckptplan.errors import RunInterruptedError
 
 log = logging.getLogger(__name__)
 
-HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# SIGHUP: the terminal was closed. Windows has none.
+HANDLED_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class StopFlag:
-    """Owns SIGINT and SIGTERM inside a ``with`` block and turns the first of them into a flag.
+    """Owns SIGINT, SIGTERM and SIGHUP inside a ``with`` block and turns the first of them into a flag.
 
     Every loop of a run asks the flag (``if stop(): ...``, or ``stop.check()``, which raises), so a
     signal that comes while profiling or evaluating is not lost. A Ctrl-C that comes when the flag is
     already set raises ``KeyboardInterrupt`` at once. A handler that somebody installed before (not
-    Python's own) is called after the flag is set; all handlers are put back on leaving.
+    Python's own) is called after the flag is set; all handlers are put back on leaving. SIGHUP stays ignored where
+    it was (``nohup``).
 
     Signals reach Python code in the main thread only; elsewhere the block changes nothing and says so.
     A worker process forked inside the block inherits the handler but not its meaning: there Ctrl-C is
-    left to the parent, and SIGTERM ends the worker as it always would.
+    left to the parent, and the others end the worker as it always would.
 
     Attributes:
         signal_number: the first signal received, or None.
@@ -44,12 +46,12 @@ class StopFlag:
 
     @property
     def signal_name(self) -> str | None:
-        """``"SIGINT"``, ``"SIGTERM"`` or None."""
+        """``"SIGINT"``, ``"SIGTERM"``, ``"SIGHUP"`` or None."""
         return None if self.signal_number is None else signal.Signals(self.signal_number).name
 
     @property
     def exit_code(self) -> int:
-        """What the shell expects of a process ended by this signal: 130 or 143; 0 if none came."""
+        """What the shell expects of a process ended by this signal: 130, 143 or 129; 0 if none came."""
         return 0 if self.signal_number is None else 128 + self.signal_number
 
     def request(self, signal_number: int) -> None:
@@ -65,9 +67,11 @@ class StopFlag:
     def __enter__(self) -> StopFlag:
         self._owner_pid = os.getpid()
         if threading.current_thread() is not threading.main_thread():
-            log.warning("not in the main thread: Ctrl-C and SIGTERM are left to whoever handles them now")
+            log.warning("not in the main thread: Ctrl-C, SIGTERM and SIGHUP are left to whoever handles them now")
             return self
         for number in HANDLED_SIGNALS:
+            if is_hangup_ignored(number):
+                continue
             self._earlier[number] = signal.signal(number, self._handle)
         return self
 
@@ -91,6 +95,11 @@ class StopFlag:
             user_handler(number, frame)
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
+
+
+def is_hangup_ignored(number: int) -> bool:
+    """Whether ``number`` is SIGHUP and the process was started to outlive its terminal (``nohup``)."""
+    return number == getattr(signal, "SIGHUP", None) and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _handle_in_worker(number: int) -> None:

@@ -52,7 +52,11 @@ class Job:
 
 
 class SweepTerminated(KeyboardInterrupt):
-    """SIGTERM came while jobs were running."""
+    """SIGTERM or SIGHUP came while jobs were running."""
+
+    def __init__(self, signal_number: int = signal.SIGTERM) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.signal_number = int(signal_number)
 
 
 def run_jobs(jobs: Sequence[Job], folder: Path, *, fail_fast: bool = False, timeout_s: float | None = None) -> None:
@@ -65,7 +69,7 @@ def run_jobs(jobs: Sequence[Job], folder: Path, *, fail_fast: bool = False, time
         log.info(f"  {job.index:3d}  {' '.join(job.overrides) or '(the defaults)'}")
     results: list[dict[str, Any]] = []
     try:
-        with _sigterm_interrupts():
+        with _signals_interrupt():
             for result in _run_each(jobs, fail_fast, timeout_s):
                 results.append(result)
                 write_table(_rows(jobs, results), results, folder)
@@ -124,7 +128,7 @@ def run_in_process(job: Job, timeout_s: float | None = None) -> dict[str, Any]:
             stop(process, signal.SIGTERM)
             return _complete(job, "timeout", ErrorRecord("timeout", f"still running after {timeout_s:g} s"))
         except KeyboardInterrupt as error:
-            asked = signal.SIGTERM if isinstance(error, SweepTerminated) else signal.SIGINT
+            asked = signal.Signals(error.signal_number if isinstance(error, SweepTerminated) else signal.SIGINT)
             stop(process, asked)
             _complete(job, "interrupted", ErrorRecord("interrupted", "the sweep was stopped", signal=asked.name))
             raise
@@ -171,20 +175,27 @@ def _complete(job: Job, status: str, error: ErrorRecord) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """While jobs run, SIGTERM ends the sweep like Ctrl-C (signal handlers exist in the main thread only)."""
+def _signals_interrupt() -> Iterator[None]:
+    """While jobs run, SIGTERM and SIGHUP end the sweep like Ctrl-C (handlers exist in the main thread only).
+
+    A SIGHUP that is ignored stays so (``nohup``).
+    """
 
     def terminate(signal_number: int, frame: FrameType | None) -> None:
-        raise SweepTerminated
+        raise SweepTerminated(signal_number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, terminate)
+    numbers = [signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = [(number, signal.signal(number, terminate)) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 def _last_lines(path: Path, count: int = 5) -> str:

@@ -142,6 +142,14 @@ def instantiate(node: Mapping[str, Any], key: str, **extra: Any) -> Any:
         raise cause from None
 
 
+def call_partial(partial: Callable[..., Any], node: Mapping[str, Any], key: str, *arguments: Any) -> Any:
+    """Complete what ``instantiate`` gave for a node with ``_partial_: true``; what it refuses is a ``ConfigError``."""
+    try:
+        return partial(*arguments)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{key}: {node.get('_target_')} refuses its arguments: {error}") from error
+
+
 def _type_hints(target: Callable[..., Any]) -> dict[str, Any]:
     function = target.__init__ if inspect.isclass(target) else target
     try:

@@ -239,7 +239,7 @@ class GuardedTracker:
     def _guard(self, what: str, action: Callable[[], None]) -> bool:
         try:
             action()
-        except Exception as error:  # any class: the point is that nothing behind a tracker can stop a run
+        except (Exception, SystemExit) as error:  # any class: nothing behind a tracker can stop a run
             level = logging.DEBUG if self._has_warned else logging.WARNING
             self._has_warned = True
             name, reason = type(self._tracker).__name__, str(error).strip() or type(error).__name__

@@ -65,6 +65,7 @@ TYPOS: list[tuple[list[str], list[str]]] = [
     (["steps=abc"], ["steps=abc", "a whole number", "type: steps=60"]),
     (["budget_frac="], ["budget_frac=", "empty", "a number"]),
     (["budget_frac=0"], ["budget_frac=0.0", "0 < f <= 1"]),
+    (["runtime.threads=1000000"], ["runtime.threads=1000000", "out of range; expected 1 to", "4 for each"]),
     (["budget_frac=2"], ["budget_frac=2.0", "0 < f <= 1"]),
     (["budget_frac=0.5", "budget_bytes=6GiB"], ["budget_frac=0.5 and budget_bytes=6GiB", "two budgets"]),
     (["planner=dpp"], ["planner=dpp", "did you mean: dp", "allowed: all, dp, file, greedy", "type: planner=dp"]),
@@ -198,7 +199,7 @@ def test_help_shows_commands_that_work_and_every_group(tmp_path: Path) -> None:
     for group in (
         "data: ",
         "model: ",
-        "planner: all, dp, file, greedy, none, text, uniform",
+        "planner: all, dp, file, greedy, ilp, none, optimal, text, uniform",
         "experiment: ",
         "logger: ",
     ):
@@ -244,7 +245,19 @@ def test_inputs_are_relative_to_the_start_folder_and_outputs_stay_below_output_d
     assert Path.cwd() == start_folder
 
 
-@pytest.mark.parametrize("code", [0, 1, 3, 4, 5, 6, 130, 143])
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"\x80PNG", b"text", b"[]"])
+def test_a_plan_file_that_is_none_is_an_error_of_the_configuration(
+    start_folder: Path, runs: list[Call], capfd: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    (start_folder / "plan.json").write_bytes(content)
+    assert cli.main(["planner=file", "planner.path=plan.json"]) == 2
+    message = capfd.readouterr().err
+    assert message.startswith("error: planner.path=plan.json: ")
+    assert "Traceback" not in message
+    assert runs == []
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 4, 5, 6, 129, 130, 143])
 def test_the_exit_code_of_the_run_is_that_of_the_command(start_folder: Path, runs: list[Call], code: int) -> None:
     answer_with(lambda: code)
     assert cli.main([]) == code

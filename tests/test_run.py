@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,6 +63,22 @@ def run(compose, tmp_path: Path):
         return code, load_result(folder), folder
 
     return call
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
+        ({"lr": float("nan")}, "Invalid learning rate: nan"),
+        ({"betas": [1, 2]}, "Invalid beta parameter at index 0: 1"),
+        ({"weight_decay": -1.0}, "Invalid weight_decay value: -1.0"),
+    ],
+)
+def test_what_the_optimizer_refuses_is_an_error_of_the_configuration(run, monkeypatch, change, message) -> None:
+    monkeypatch.setattr(run_module, "profile_model", lambda *_, **__: pytest.fail("profiled all the same"))
+    overrides = [f"optimizer.{key}={value}".replace(" ", "") for key, value in change.items()]
+    with pytest.raises(ConfigError, match=rf"optimizer: torch\.optim\.\w+ refuses its arguments: {re.escape(message)}"):
+        run("optimizer=adamw", *overrides)
 
 
 def keys_of(record: Any, path: str = "") -> set[str]:
@@ -299,6 +317,29 @@ class TestChoices:
         assert code == 0
         assert second["plan"]["text"] == first["plan"]["text"]
         assert second["memory"]["measured_peak_bytes"] == first["memory"]["measured_peak_bytes"]
+
+    def test_optimal_measures_options_inside_blocks_and_keeps_parts(self, run) -> None:
+        code, flat, _ = run("planner=dp", "budget_frac=0.6", "steps=2")
+        code, result, folder = run("planner=optimal", "budget_frac=0.6", "steps=2")
+        assert (code, result["status"]) == (0, "ok")
+        plan = result["plan"]
+        assert plan["selective"] > 0
+        assert plan["kept"] + plan["recomputed"] + plan["selective"] == 4
+        assert abs(result["memory"]["prediction_error"]) <= 0.01
+        assert result["memory"]["within_budget"] is True
+        assert result["gradients"]["bitwise_equal"] is True
+        assert result["latency"]["recompute_flops_ratio"] < flat["latency"]["recompute_flops_ratio"]
+        _, again, _ = run("planner=file", f"planner.path={folder / 'plan.json'}", "budget_frac=0.6", "steps=2")
+        assert (again["status"], again["plan"]["text"]) == ("ok", plan["text"])
+        _, typed, _ = run("planner=text", "planner.text='K0 S1[] K2 K3'", "budget_frac=1.0", "steps=2")
+        assert (typed["status"], typed["plan"]["selective"]) == ("ok", 1)
+
+    def test_without_scipy_optimal_plans_with_whole_blocks_and_says_what_is_missing(self, run, monkeypatch) -> None:
+        find = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "scipy" else find(name))
+        code, result, _ = run("planner=optimal", "budget_frac=0.6", "plan_only=true")
+        assert (code, result["plan"]["selective"]) == (0, 0)
+        assert any("pip install -e '.[solvers]'" in note for note in result["notes"])
 
     def test_losses_do_not_depend_on_the_plan(self, run) -> None:
         losses = []

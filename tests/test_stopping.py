@@ -77,7 +77,7 @@ def run_and_signal(phase: str, *numbers: int, pause_s: float = 0.2) -> tuple[int
 
 
 @pytest.mark.parametrize("phase", ["training", "evaluation"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_one_signal_ends_the_run_cleanly_in_every_loop(phase: str, number: signal.Signals, code: int) -> None:
     returncode, lines, seconds = run_and_signal(phase, number)
     assert returncode == code
@@ -177,3 +177,15 @@ with StopFlag() as stop:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=30)
     assert done.stdout.split() == ["15", "False"], done.stderr
+
+
+def test_a_hangup_that_is_ignored_stays_so() -> None:
+    """What nohup does."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopFlag() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -190,7 +190,9 @@ def test_a_row_takes_its_figures_from_the_result(tmp_path: Path) -> None:
     assert describe(result) == "ok, peak 3.00 MiB, step time +8.0 %"
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize(
+    "signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=["ctrl-c", "sigterm", "sighup"]
+)
 def test_a_stopped_sweep_keeps_what_there_is(tmp_path: Path, signal_number: int) -> None:
     """The sweep in a process of its own: one job done, one stopped, one never begun."""
     program = f"""
@@ -203,8 +205,8 @@ def test_a_stopped_sweep_keeps_what_there_is(tmp_path: Path, signal_number: int)
     jobs = [make_job(folder, WRITE_RESULT, 0), make_job(folder, sleep, 1), make_job(folder, WRITE_RESULT, 2)]
     try:
         run_jobs(jobs, folder)
-    except SweepTerminated:
-        sys.exit(143)
+    except SweepTerminated as error:
+        sys.exit(128 + error.signal_number)
     except KeyboardInterrupt:
         sys.exit(130)
     """

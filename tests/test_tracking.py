@@ -259,6 +259,19 @@ def test_without_wandb_there_is_one_warning_and_the_run_goes_on(
     assert "WandbTracker could not start: import of wandb halted" in message
 
 
+def test_a_wandb_that_ends_the_process_on_import_costs_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "wandb.py").write_text("import sys\nsys.exit('no licence')\n")
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    with tracking(open_tracker("wandb", tmp_path), {}) as tracker:
+        tracker.log(STEP)
+    (message,) = messages(caplog)
+    assert "WandbTracker could not start: no licence" in message
+
+
 class Failing(NoTracker):
     def __init__(self) -> None:
         self.calls: list[str] = []
