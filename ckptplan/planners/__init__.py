@@ -43,6 +43,7 @@ from ckptplan.simulate import PlanCost, no_checkpoint_peak, plan_recompute_cost,
 
 __all__ = [
     "PLANNERS",
+    "PLANNERS_WITH_OPTIONS",
     "TARGET_KINDS",
     "Planner",
     "PlannerResult",
@@ -69,6 +70,7 @@ PLANNERS: dict[str, Planner] = {
     "text": text,
     "file": file,
 }
+PLANNERS_WITH_OPTIONS = frozenset({"optimal", "ilp"})  # those that choose options inside blocks, if the profile has any
 
 
 def plan_checkpoints(
