@@ -12,6 +12,7 @@ from ckptplan.planners.heuristic import smallest_reachable
 from ckptplan.planners.nested import least_nested_peak
 from ckptplan.planners.tables import FlatTables
 from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, name_some
+from ckptplan.selective import find_option
 from ckptplan.simulate import AFTER, BEFORE, PlanCost
 from ckptplan.units import format_bytes, format_ms
 
@@ -114,10 +115,18 @@ def _tree_reasons(chain: ChainProfile, nodes: Sequence[PlanNode]) -> list[str]:
             if isinstance(node, Keep):
                 reasons.append(_not_eligible(chain[i]) or "kept")
             elif isinstance(node, Selective):
-                reasons.append(f"kept in part: {', '.join(node.saved_ops) or 'nothing inside'}")
+                reasons.append(_part_reason(chain[i], node))
+            elif len(blocks_of((node,))) == 1:
+                reasons.append("recomputed")
             else:
                 reasons.append(f"recomputed: part of {nodes_text((node,))}")
     return reasons
+
+
+def _part_reason(block: BlockProfile, node: Selective) -> str:
+    names = ", ".join(node.saved_ops) or "nothing inside"
+    free = "; no matrix product runs again" if find_option(block, node.saved_ops).flops == 0 else ""
+    return f"kept in part: {names}{free}"
 
 
 def _flat_reasons(

@@ -67,13 +67,15 @@ def _plan_row(block: BlockProfile, decision: CheckpointDecision, words: str) -> 
 
 
 def _decision_words(nodes: Iterable[PlanNode], segments: tuple[str, ...] = ()) -> Iterable[tuple[int, str]]:
-    """``keep``, ``recompute`` (alone), ``recompute in 1-4`` (a segment), ``recompute in 1-4, 3-4`` (a nest)."""
+    """``keep``, ``keep part`` (the reason says which), ``recompute`` (alone), ``recompute in 1-4`` (a segment),
+    ``recompute in 1-4, 3-4`` (a nest).
+    """
     for node in nodes:
         if isinstance(node, Keep):
             yield node.block, f"recompute in {', '.join(segments)}" if segments else "keep"
             continue
         if isinstance(node, Selective):
-            yield node.block, f"keep {', '.join(node.saved_ops) or 'nothing inside'}"
+            yield node.block, "keep part"
             continue
         blocks = [block for block, _ in _decision_words(node.children)]
         if len(blocks) == 1 and not segments:
@@ -100,11 +102,16 @@ def plan_table(profile: ChainProfile, plan: CheckpointPlan, console: Console | N
     for name, same in zip(names, runs, strict=True):
         table.add_row(*_cells(name, same))
     rows = [row for same in runs for row in same]
-    recomputed = sum(row.decision != "keep" for row in rows)
     table.add_section()
-    table.add_row(f"{len(rows)} blocks", f"{recomputed} recomputed", _total_bytes(rows), _total_time(rows), "")
+    table.add_row(f"{len(rows)} blocks", _counts(plan), _total_bytes(rows), _total_time(rows), "")
     console.print(Text(_plan_title(plan)))
     console.print(table)
+
+
+def _counts(plan: CheckpointPlan) -> str:
+    in_part = f"{plan.selective} in part" if plan.selective else ""
+    recomputed = f"{plan.recomputed} recomputed" if plan.recomputed or not in_part else ""
+    return ", ".join(count for count in (recomputed, in_part) if count)
 
 
 def _runs(rows: tuple[PlanRow, ...]) -> Iterable[list[PlanRow]]:
@@ -179,7 +186,8 @@ def _headline(result: Mapping[str, Any]) -> Text:
     what = f": {result['model']} on {result['data']}, {result['device']} {result['dtype']}, planner {result['planner']}"
     text.append(what, style="not bold default")
     if plan["kept"] is not None:
-        text.append(f", {plan['kept']} blocks kept, {plan['recomputed']} recomputed", style="not bold default")
+        part = f", {plan['selective']} kept in part" if plan["selective"] else ""
+        text.append(f", {plan['kept']} blocks kept{part}, {plan['recomputed']} recomputed", style="not bold default")
     return text
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ckptplan.plan import CheckpointDecision, CheckpointPlan, Keep, PlanNode, Recompute
-from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
+from ckptplan.plan import CheckpointDecision, CheckpointPlan, Keep, PlanNode, Recompute, Selective
+from ckptplan.profiles import BlockProfile, ChainProfile, SelectiveOption, StageCost
 from ckptplan.record import (
     BudgetRecord,
     ErrorRecord,
@@ -99,6 +99,30 @@ def test_equal_neighbours_share_a_row_and_the_totals_are_of_all_blocks() -> None
     assert row(lines, "layers.8-11") == "layers.8-11 keep x4 3.00 MiB - fits"
     assert row(lines, "12 blocks") == "12 blocks 8 recomputed 12.01 MiB 20 ms"
     assert len(lines) < 10
+
+
+def test_blocks_kept_in_part_say_so_and_are_counted_apart() -> None:
+    keep, part = StageCost(3 * MIB, 4 * MIB, 5 * MIB), StageCost(MIB, 4 * MIB, 5 * MIB)
+    option = SelectiveOption(("fc.addmm#0:0",), part, time_ms=0.5, sequence_hash="hash")
+    profile = ChainProfile(
+        tuple(BlockProfile(f"layers.{i}", i, keep=keep, output_bytes=8, selective=(option,)) for i in range(4))
+    )
+    nodes = (Selective(0, ("fc",)), Selective(1, ("fc",)), Recompute((Keep(2),)), Keep(3))
+    decisions = tuple(
+        CheckpointDecision(
+            f"layers.{i}",
+            i == 2,
+            recompute_time_ms=0.5,
+            saved_ops=option.saved_ops if i < 2 else None,
+            reason="kept in part: fc",
+        )
+        for i in range(4)
+    )
+    plan = CheckpointPlan(nodes=nodes, decisions=decisions, planner="optimal")
+    assert [found.decision for found in plan_rows(profile, plan)] == ["keep part", "keep part", "recompute", "keep"]
+    lines = printed(plan_table, profile, plan, width=100)
+    assert row(lines, "layers.0-1") == "layers.0-1 keep part x2 1.00 MiB 0.5 ms kept in part: fc"
+    assert "1 recomputed, 2 in" in row(lines, "4 blocks")
 
 
 def test_an_unmeasured_figure_is_said_to_be_one_and_spoils_its_total() -> None:
