@@ -13,9 +13,10 @@ from torch import nn
 from ckptplan.blocks import BlockSelection, block_lists, declare_blocks, left_out, member_paths, no_list_message
 from ckptplan.errors import BlockDeclarationError
 from ckptplan.randomness import random_state_restored
+from ckptplan.subject import private_batch
 from ckptplan.trace import exchanged_forwards
 from ckptplan.trees import tensors_in
-from ckptplan.twin import make_twin
+from ckptplan.twin import WriteGuard, make_twin
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,12 @@ def _record(
         return stand
 
     stands = [stand_for(path, module.forward) for path, module in zip(paths, modules, strict=True)]
-    with random_state_restored(device), torch.no_grad(), exchanged_forwards(modules, stands):
-        loss_fn(twin, batch)
+    guard = WriteGuard(dict(model.named_parameters()))
+    try:
+        with random_state_restored(device), torch.no_grad(), exchanged_forwards(modules, stands), guard:
+            loss_fn(twin, private_batch(batch))
+    finally:
+        guard.restore()
     return calls
 
 

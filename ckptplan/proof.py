@@ -23,7 +23,7 @@ from ckptplan.plan import CheckpointPlan
 from ckptplan.randomness import GlobalStreams, library_state, random_state_restored, torch_state
 from ckptplan.subject import LossFn, Trials, private_batch
 from ckptplan.trees import tensors_in
-from ckptplan.twin import make_twin
+from ckptplan.twin import make_twin, own_written_weights
 from ckptplan.units import require_amount
 
 
@@ -125,6 +125,11 @@ def prove_model(
     require_amount("rtol", rtol)  # before anything is built
     require_amount("atol", atol)
     (twin,) = make_twin([model])
+    try:
+        own_written_weights(model, twin, lambda trial: loss_fn(trial, private_batch(batch)), device)
+    except Exception as error:
+        if not is_out_of_memory(error):  # whether the steps fit is found below
+            raise
     own = OwnBatch(batch)
     patch = checkpointed(twin, plan)  # checked once, not in every timed step
 
@@ -241,7 +246,11 @@ class _Start:
     def restore(self, pair: StepPair) -> None:
         with torch.no_grad():
             for name, buffer in pair.buffers().items():
-                buffer.copy_(self.buffers[name])
+                if name in self.buffers:
+                    buffer.copy_(self.buffers[name])
+                else:  # it was None before a forward made it
+                    owner, _, last = name.rpartition(".")
+                    setattr(pair.twin.get_submodule(owner), last, None)
         self.streams.put_back(pair.device)
         pair.batch.renew()
 
@@ -307,7 +316,7 @@ def compare_outcomes(
     faults += [
         f"buffer {name} differs after the step"
         for name, right in expected.buffers.items()
-        if not torch.allclose(found.buffers[name].double(), right.double(), rtol=rtol, atol=atol, equal_nan=True)
+        if name not in found.buffers or not _close(found.buffers[name], right, rtol, atol)
     ]
     states = zip(found.random_states, expected.random_states, strict=True)
     if not all(torch.equal(left, right) for left, right in states):
@@ -323,6 +332,11 @@ def compare_outcomes(
         max_rel_diff=largest_rel if known and math.isfinite(largest_rel) else None,
         faults=tuple(faults),
     )
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> bool:
+    same_shape = found.shape == expected.shape
+    return same_shape and torch.allclose(found.double(), expected.double(), rtol=rtol, atol=atol, equal_nan=True)
 
 
 # --- peaks and times ---

@@ -12,13 +12,14 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckptplan.randomness import random_state_restored
 from ckptplan.trees import is_filled, storage_key, tensors_in
 
 T = TypeVar("T")
@@ -166,3 +167,22 @@ class WriteGuard(TorchDispatchMode):
         with torch.no_grad():
             for name, old in self.saved.items():
                 self.tensors[name].detach().copy_(old)
+
+
+def own_written_weights(
+    model: nn.Module, twin: nn.Module, run: Callable[[nn.Module], Any], device: torch.device
+) -> None:
+    """Give ``twin`` memory of its own for the parameters that the forward itself writes to (a clamp, a renorm).
+
+    They are found by one forward, ``run`` of another twin under ``no_grad``, after which the old values are put back.
+    """
+    (trial,) = make_twin([model])
+    guard = WriteGuard(dict(model.named_parameters()))
+    try:
+        with random_state_restored(device), torch.no_grad(), guard:
+            run(trial)
+    finally:
+        guard.restore()
+    for name in guard.saved:
+        parameter = twin.get_parameter(name)
+        parameter.data = parameter.detach().clone()

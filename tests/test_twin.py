@@ -11,8 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from ckptplan.measure import profile_model
+from ckptplan.plan import CheckpointPlan
+from ckptplan.proof import prove_model
 from ckptplan.randomness import random_state_restored, seed_everything
-from ckptplan.twin import make_twin
+from ckptplan.subject import Trials
+from ckptplan.twin import make_twin, own_written_weights
 
 
 class Stateful(nn.Module):
@@ -133,3 +137,46 @@ def test_random_streams_are_put_back_also_after_an_error() -> None:
     with pytest.raises(KeyError, match="midway"), random_state_restored(torch.device("cpu")):
         draw_and_fail()
     assert draws() == expected
+
+
+class Clamps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("start", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.first.weight.data.clamp_(-0.01, 0.01)
+        if self.start is None:
+            self.start = x.detach().mean(0)
+        return self.second(self.first(x)) + self.start
+
+
+@pytest.mark.parametrize("find", [True, False])
+def test_weights_that_a_forward_writes_to_stay_the_callers_through_profile_and_proof(find: bool) -> None:
+    model = nn.Sequential(Clamps(), *(nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4)) for _ in range(3)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch = torch.randn(32, 4)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    paths = None if find else "*"
+    profile = profile_model(model, paths, batch, loss_fn, num_warmup=0, num_trials=1)
+    plan = CheckpointPlan.from_text("K0 R(1) K2 K3", profile)
+    proof = prove_model(model, plan, batch, loss_fn, device=torch.device("cpu"), trials=Trials(0, 1))
+    assert proof.gradients.bitwise_equal
+    assert "writes to its parameter '0.first.weight'" in (profile[0].exclusion_reason or "")
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_only_weights_that_are_written_get_memory_of_their_own() -> None:
+    model = Clamps()
+    (twin,) = make_twin([model])
+    own_written_weights(model, twin, lambda trial: trial(torch.ones(2, 4)), torch.device("cpu"))
+    assert twin.first.weight.data_ptr() != model.first.weight.data_ptr()
+    assert torch.equal(twin.first.weight, model.first.weight)
+    assert twin.second.weight.data_ptr() == model.second.weight.data_ptr()
