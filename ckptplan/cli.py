@@ -30,6 +30,7 @@ from ckptplan.config import (
     resolve,
     shell_override,
 )
+from ckptplan.console import DISK_FULL, lasting_output
 from ckptplan.errors import CkptplanError, ConfigError
 from ckptplan.sweeps import EXIT_BAD_CONFIG, SweepTerminated
 
@@ -62,8 +63,19 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line ``arguments`` (without the program) and return the exit code."""
+    with lasting_output():
+        return _run_told(arguments)
+
+
+def _run_told(arguments: Sequence[str]) -> int:
+    """The exit code, errors told in one message each."""
     try:
         return _run_hydra(list(arguments))
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        print(f"error: {_disk_full_message(error)}", file=sys.stderr)
+        return EXIT_FAILED
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -375,6 +387,11 @@ def _job(config: DictConfig) -> int:
         return _report(error, EXIT_BAD_CONFIG, folder)
     except CkptplanError as error:
         return _report(error, EXIT_FAILED, folder)
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            return _report(CkptplanError(_disk_full_message(error)), EXIT_FAILED, folder)
+        log.exception("the run failed on an unexpected error")
+        return EXIT_FAILED
     except Exception:
         log.exception("the run failed on an unexpected error")
         return EXIT_FAILED
@@ -385,9 +402,14 @@ def _job(config: DictConfig) -> int:
 def _report(error: CkptplanError, exit_code: int, folder: Path) -> int:
     """The message on the terminal, the whole traceback in the log file only."""
     print(f"error: {error}", file=sys.stderr)
-    with (folder / "train.log").open("a", encoding="utf-8") as file:
+    with contextlib.suppress(OSError), (folder / "train.log").open("a", encoding="utf-8") as file:
         traceback.print_exception(error, file=file)
     return exit_code
+
+
+def _disk_full_message(error: OSError) -> str:
+    name = error.filename or "a file of the run"
+    return f"{name} could not be written: {error.strerror}. Free some space, or set output_dir"
 
 
 def point_latest_at(folder: Path, output_dir: Path) -> None:

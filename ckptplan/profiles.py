@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
+from ckptplan.console import naming
 from ckptplan.errors import CkptplanError, TimingOnlyProfileError, UnsupportedPlanVersionError
 
 MemoryModel = Literal["peak", "additive"]
@@ -518,5 +519,10 @@ def write_text_whole(path: str | os.PathLike[str], text: str) -> None:
     """Writes beside ``path`` and renames, so that a reader never sees half a file."""
     target = Path(path)
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(target)
+    try:
+        with naming(target):
+            beside.write_text(text, encoding="utf-8")
+        beside.replace(target)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise

@@ -5,6 +5,7 @@ An unknown figure is null, never 0 or NaN. Both files are valid JSON whatever th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ckptplan.console import naming
 from ckptplan.errors import CkptplanError
 
 log = logging.getLogger(__name__)
@@ -258,7 +260,7 @@ def write_atomic(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` so that a reader finds the old file or the whole new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with naming(path), temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -284,8 +286,9 @@ class RunRecorder:
         unknown = sorted(row.keys() - set(METRIC_KEYS))
         if unknown:
             raise ValueError(f"metrics {unknown} are unknown; metrics.jsonl holds {', '.join(METRIC_KEYS)}")
-        self._metrics.write(json.dumps(_finite(row, "", []), allow_nan=False) + "\n")
-        self._metrics.flush()
+        with naming(self._metrics.name):
+            self._metrics.write(json.dumps(_finite(row, "", []), allow_nan=False) + "\n")
+            self._metrics.flush()
 
     def write_result(self, result: RunResult) -> Path:
         """Write ``result.json`` whole or not at all; returns its path."""
@@ -297,7 +300,8 @@ class RunRecorder:
         return path
 
     def close(self) -> None:
-        self._metrics.close()
+        with naming(self._metrics.name):
+            self._metrics.close()
 
     def __enter__(self) -> RunRecorder:
         return self
@@ -305,7 +309,8 @@ class RunRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        with contextlib.nullcontext() if error is None else contextlib.suppress(OSError):  # told already
+            self.close()
 
 
 def load_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import subprocess
@@ -413,3 +414,19 @@ def test_hydras_environment_is_put_back(start_folder: Path, runs: list[Call], mo
     cli.main([])
     assert sys.argv == before
     assert "HYDRA_FULL_ERROR" not in os.environ
+
+
+@pytest.mark.parametrize("filename", ["/data/out/metrics.jsonl", None])
+def test_a_full_disk_is_one_message_that_names_the_file(
+    start_folder: Path, runs: list[Call], capfd: pytest.CaptureFixture[str], filename: str | None
+) -> None:
+    def fail() -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", filename)
+
+    answer_with(fail)
+    assert cli.main([]) == 1
+    output = capfd.readouterr()
+    assert output.err.startswith(
+        f"error: {filename or 'a file of the run'} could not be written: No space left on device"
+    )
+    assert "Traceback" not in output.err + output.out

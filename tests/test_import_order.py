@@ -16,7 +16,7 @@ PACKAGE = Path(ckptplan.__file__).parent
 
 # Every file, from the ground up; "planners" is planners/__init__.py.
 ORDER = """
-errors units config record graph options
+errors units console config record graph options
 randomness runtime optim trees blocks memory recompute replay twin subject profiles selective stages operators
 trace discovery observe kinds choices regions tied measure
 plan targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
@@ -33,7 +33,7 @@ run cli __main__
 
 # What plans, checks and reports without a model at hand.
 TORCH_FREE = """
-errors units config targets record graph options profiles selective plan simulate check planners planners.tables
+errors units console config targets record graph options profiles selective plan simulate check planners planners.tables
 planners.heuristic planners.fixed planners.flat planners.options planners.stairs planners.stretches planners.nested
 planners.milp planners.budgets planners.reasons curve certificate explanation data.spec sweeps report report.tables cli
 """.split()
