@@ -61,6 +61,7 @@ class PlannedRun:
     margin_bytes: int
     smallest_reachable_bytes: int
     solve_s: float
+    note: str | None = None  # what a reader should know of a plan from a file
 
 
 def plan_for_budget(profile: ChainProfile, config: RunConfig, static: StaticBytes, device: torch.device) -> PlannedRun:
@@ -108,7 +109,17 @@ def plan_for_budget(profile: ChainProfile, config: RunConfig, static: StaticByte
     solve_s = time.perf_counter() - start_s
     reached = least_nested_peak if config.planner.name == "optimal" else smallest_reachable
     budget_bytes = None if plan.budget_bytes is None else plan.budget_bytes + margin
-    return PlannedRun(plan, budget_bytes, margin, reached(profile)[0], solve_s)
+    note = None if config.planner.path is None else _note_on_stored(config.planner.path, profile)
+    return PlannedRun(plan, budget_bytes, margin, reached(profile)[0], solve_s, note)
+
+
+def _note_on_stored(path: str, profile: ChainProfile) -> str | None:
+    """Another autocast is another plan's figures: those of this run are predicted anew, and it is said."""
+    stored = CheckpointPlan.load(path)
+    then, now = ((made.environment or {}).get("autocast") for made in (stored, profile))
+    if then is None or then == now:
+        return None
+    return f"{path} was made under autocast {then}, this run has {now}; its peak and cost are predicted anew"
 
 
 def _target(config: RunConfig, static: StaticBytes, device: torch.device) -> tuple[str, int | float, dict[str, Any]]:

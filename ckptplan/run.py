@@ -290,6 +290,9 @@ class _Run:
         self.result.budget = BudgetRecord(kind=target.key, value=target.value)
         planned = plan_for_budget(profile, self.config, static, torch.device(self.result.device or "cpu"))
         plan, memory = planned.plan, self.result.memory
+        if planned.note is not None:
+            log.warning("%s", planned.note)
+            self.result.notes.append(planned.note)
         self.result.timing.plan_s = time.perf_counter() - start_s
         self.result.budget.bytes, self.result.budget.margin_bytes = planned.budget_bytes, planned.margin_bytes
         memory.no_checkpoint_predicted_peak_bytes = plan.no_checkpoint_peak_bytes

@@ -65,6 +65,16 @@ def run(compose, tmp_path: Path):
     return call
 
 
+def test_a_plan_made_under_another_autocast_is_noted(run) -> None:
+    _, _, folder = run("planner=all", "budget_frac=1", "plan_only=true")
+    stored = f"planner.path={folder / 'plan.json'}"
+    code, result, _ = run("planner=file", stored, "budget_frac=1", "runtime.dtype=bf16_mixed", "steps=1")
+    note = f"{folder / 'plan.json'} was made under autocast off, this run has torch.bfloat16"
+    assert [text.partition(", cache")[0] for text in result["notes"]] == [note]
+    assert (code, abs(result["memory"]["prediction_error"]) <= 0.01) == (0, True)
+    assert run("planner=file", stored, "budget_frac=1", "plan_only=true")[1]["notes"] == []
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
