@@ -251,7 +251,7 @@ def _describe(value: Any, exact: bool, parts: Mapping[int, str], depth: int) -> 
         if not exact and not all(isinstance(key, str) for key in value):
             return f"{kind.__name__}()"  # a cache or a table, not settings; as it is before its first entry
         return f"{kind.__name__}({_named(value, exact, inside)})"
-    if _is_library(kind) and kind is not types.SimpleNamespace:
+    if is_library(kind) and kind is not types.SimpleNamespace:
         return opaque
     return f"{kind.__qualname__}({_named(attributes_of(value), exact, inside)})"
 
@@ -276,7 +276,7 @@ def _describe_function(value: Any, exact: bool, inside: Callable[[Any], str]) ->
     return f"{name}{f'@{id(value.__code__)}' if exact else ''}({', '.join(map(inside, held))})"
 
 
-def _is_library(kind: type) -> bool:
+def is_library(kind: type) -> bool:
     """A lock, a logger, a generator: what such objects hold are no settings and differs from process to process."""
     top = kind.__module__.partition(".")[0]
     return top in sys.stdlib_module_names or top in ("torch", "numpy")

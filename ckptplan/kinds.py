@@ -26,7 +26,7 @@ from ckptplan.stages import (
     stage_flops,
     time_stage,
 )
-from ckptplan.trace import BlockCall, autocast_as, value_signature
+from ckptplan.trace import BlockCall, autocast_as, forget_graphs, value_signature
 from ckptplan.trees import array_hash, distinct_storages, storage_key, tensors_in
 
 
@@ -147,6 +147,8 @@ def block_forward(kind: Kind, device: torch.device, guards: Guards | None, call:
     module = kind.module if call is None else call
 
     def forward(mark: Mark) -> StageRun:
+        if kind.call.first.graph_kept_in is not None:
+            forget_graphs(kind.module)  # of the run before, which a step does not find either
         mark("start")
         handed_back: GradientLayout = {}
         copies, args, kwargs = kind.call.fresh(handed_back)

@@ -1,8 +1,8 @@
 """What a block's forward does besides computing: random draws, changed buffers, attributes and inputs.
 
 Observed by running the block from equal states, not guessed from class names. The state is the one before the very
-first run (taken in the trace), so that what a forward does only once is seen too. Not seen: global variables and
-class attributes, as long as no output depends on them.
+first run (taken in the trace), so that what a forward does only once is seen too. Not seen: global variables, as long
+as no output depends on them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ckptplan.blocks import is_library
 from ckptplan.randomness import library_state, set_torch_state, torch_state
 from ckptplan.trace import BlockCall, buffer_versions
 from ckptplan.trees import (
@@ -40,6 +41,7 @@ _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _DEPTH = 6  # how deep nested attribute values are looked into
 # A first run may choose another algorithm than later ones, with other rounding.
 _FIRST_RTOL = 1e-2
+_FIRST_RTOL_HALF = 1e-1
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ def _nearly(left: torch.Tensor, right: torch.Tensor) -> bool:
     if not left.numel() or not left.is_floating_point():
         return same(left, right)
     difference = (left.double() - right.double()).abs().nan_to_num(0.0, posinf=0.0).max()
-    return bool(difference <= _FIRST_RTOL * right.double().abs().nan_to_num(0.0).max())
+    rtol = _FIRST_RTOL if left.element_size() > 2 else _FIRST_RTOL_HALF
+    return bool(difference <= rtol * right.double().abs().nan_to_num(0.0).max())
 
 
 def _outputs(call: BlockCall, run: Callable[..., Any]) -> tuple[list[torch.Tensor], bool, str | None]:
@@ -196,13 +199,17 @@ def _restore_buffers(module: nn.Module, buffers: dict[str, torch.Tensor]) -> Non
 
 
 def attribute_state(module: nn.Module) -> dict[str, Any]:
-    """Comparable values of all plain Python attributes of a module and its submodules, by dotted name."""
+    """Comparable values of the Python attributes of a module, its submodules and their classes, by dotted name."""
     parts = frozenset(id(part) for part in module.modules())
     state = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if name not in _MODULE_INTERNALS:
                 state[f"{path}.{name}".lstrip(".")] = _comparable(value, _DEPTH, _values_of, parts)
+    for kind in {kind for part in module.modules() for kind in type(part).__mro__ if not is_library(kind)}:
+        for name, value in vars(kind).items():
+            if not name.startswith("__") and not hasattr(type(value), "__get__"):  # no methods, no properties
+                state[f"{kind.__qualname__}.{name}"] = _comparable(value, _DEPTH, _values_of, parts)
     return state
 
 

@@ -144,8 +144,8 @@ def same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
 
 def value_hash(tensor: torch.Tensor) -> str:
     """Equal for tensors of equal bits; made of their bytes on the host."""
-    values = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    values = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return hashlib.sha256(values.view(torch.uint8).numpy(force=True).tobytes()).hexdigest()[:16]
 
 
 MOST_HASHED = 10**7  # elements

@@ -6,7 +6,7 @@ import collections
 import random
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -402,6 +402,14 @@ class HiddenModule(Block):
         return self.hidden[0](self.linear(x))
 
 
+class ClassCounter(Block):
+    used: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.used.append(1)
+        return self.linear(x)
+
+
 class KeepsALoss(Block):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -420,6 +428,7 @@ class KeepsALoss(Block):
         (CallableWithState, "attribute 'scaler'"),
         (LargeTensor, "attribute 'large'"),
         (HiddenModule, "attribute 'hidden'"),
+        (ClassCounter, "attribute 'ClassCounter.used'"),
         (KeepsALoss, "with its graph in the attribute 'auxiliary'"),
     ],
 )
