@@ -13,7 +13,7 @@ from ckptplan.config import RunConfig, config_error
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.optim import optimizer_state_bytes
 from ckptplan.plan import CheckpointPlan
-from ckptplan.planners import least_nested_peak, plan_checkpoints, smallest_reachable
+from ckptplan.planners import least_flat_peak, least_nested_peak, plan_checkpoints, smallest_reachable
 from ckptplan.planners.budgets import budget_for
 from ckptplan.profiles import ChainProfile
 from ckptplan.simulate import no_checkpoint_peak
@@ -107,7 +107,8 @@ def plan_for_budget(profile: ChainProfile, config: RunConfig, static: StaticByte
             raise
         raise config_error("planner.options", config.planner.options, str(error)) from error
     solve_s = time.perf_counter() - start_s
-    reached = least_nested_peak if config.planner.name == "optimal" else smallest_reachable
+    of_kind = {"optimal": least_nested_peak, "ilp": least_flat_peak}
+    reached = of_kind.get(config.planner.name, smallest_reachable)
     budget_bytes = None if plan.budget_bytes is None else plan.budget_bytes + margin
     note = None if config.planner.path is None else _note_on_stored(config.planner.path, profile)
     return PlannedRun(plan, budget_bytes, margin, reached(profile)[0], solve_s, note)

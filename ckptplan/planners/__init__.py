@@ -26,7 +26,7 @@ from ckptplan.planners.fixed import checkpoint_all, file, no_checkpoint, text, u
 from ckptplan.planners.flat import dynamic_programming
 from ckptplan.planners.heuristic import greedy, smallest_reachable
 from ckptplan.planners.milp import ilp
-from ckptplan.planners.nested import least_nested_peak, optimal
+from ckptplan.planners.nested import least_flat_peak, least_nested_peak, optimal
 from ckptplan.planners.reasons import block_reasons, infeasible_budget, infeasible_slowdown
 from ckptplan.planners.tables import PlannerResult
 from ckptplan.profiles import (
@@ -48,6 +48,7 @@ __all__ = [
     "Planner",
     "PlannerResult",
     "TargetKind",
+    "least_flat_peak",
     "least_nested_peak",
     "no_checkpoint_peak",
     "plan_checkpoints",

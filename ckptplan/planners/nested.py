@@ -115,6 +115,14 @@ def least_nested_peak(profile: ChainProfile, memory_model: MemoryModel = "peak")
     return simulated.peak_bytes, simulated.peak_at
 
 
+def least_flat_peak(profile: ChainProfile, memory_model: MemoryModel = "peak") -> tuple[int, str]:
+    """The least peak in bytes of flat plans with options inside blocks, and the stage and phase that set it."""
+    if memory_model == "additive" or not any(block.selective for block in profile):
+        return smallest_reachable(profile, memory_model)
+    simulated = simulate_plan(profile, least_peak_plan(option_chain(profile, None), most_blocks=1))
+    return simulated.peak_bytes, simulated.peak_at
+
+
 @dataclass(frozen=True)
 class _Known:
     """A plan that fits, and its value."""

@@ -50,7 +50,8 @@ def infeasible_budget(
     if least_flat < own:
         parts.append(f"planner 'dynamic_programming' reaches {_bytes_text(least_flat)}, set by {flat_at}")
     if least_any < min(own, least_flat):
-        parts.append(f"nesting (planner 'optimal') reaches {_bytes_text(least_any)}, set by {any_at}")
+        how = "options inside blocks and nesting" if any(block.selective for block in chain) else "nesting"
+        parts.append(f"{how} (planner 'optimal') reaches {_bytes_text(least_any)}, set by {any_at}")
     others = [("dynamic_programming", least_flat), ("optimal", least_any)]
     enough = [f"planner={name!r}" for name, reached in others if reached <= budget_bytes]
     parts.append("what would help: " + "; ".join([*enough[:1], *_levers(chain, least, budget_bytes)]))
