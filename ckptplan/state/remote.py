@@ -137,6 +137,9 @@ class StorageAttempt(Attempt):
         with suppress(OSError):  # it failed already; the next save of this id tries again
             self._storage.delete(self._at(self._data))
 
+    def _make_folder(self) -> None:
+        """Keys need none."""
+
     def _put_part(self, name: str, content: bytes) -> None:
         self._put(name, content)
 

@@ -96,8 +96,7 @@ class Attempt:
     def open(self) -> None:
         """Makes the folder (rank 0; the others find it)."""
         if self.control["rank"] == 0:
-            os.makedirs(self._location, exist_ok=True)
-            os.mkdir(self.folder)
+            self._make_folder()
             return
         deadline = time.monotonic() + self.control["timeout_s"]
         while not os.path.isdir(self.folder):
@@ -195,6 +194,7 @@ class Attempt:
             self._remove()
             return
         with contextlib.suppress(OSError):  # the disk may be full; the others then wait until their time is up
+            self._make_folder()  # a rank can fail before rank 0 has made it; the others must hear of it all the same
             self._put(f".failed-{self.control['rank']}", reason.encode())
 
     def _remove(self) -> None:
@@ -246,6 +246,11 @@ class Attempt:
                 raise Refused(f"rank {rank} failed: {reason.decode('utf-8', 'replace')}")
 
     # What follows is of a local folder; other storages do these in their own way.
+
+    def _make_folder(self) -> None:
+        os.makedirs(self._location, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # a rank that failed early made it to say why; the name is unique
+            os.mkdir(self.folder)
 
     def _put_part(self, name: str, content: bytes) -> None:
         # The part comes last: as soon as rank 0 sees it whole, it may rename the folder.
