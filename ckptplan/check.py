@@ -84,6 +84,11 @@ def _eligibility_faults(chain: ChainProfile, plan: CheckpointPlan) -> list[str]:
         elif plan.memory_model == "peak" and block.recompute is None:
             faults.append(f"block {block.block_id!r} is recomputed but the profile has no figures for that")
     for node in plan.nodes:
+        for i in blocks_of((node,))[1:]:
+            before = chain[i].before
+            if before is not None:
+                faults.append(f"a segment goes over what the model runs {before.name}, which it cannot recompute")
+    for node in plan.nodes:
         if isinstance(node, Selective):
             try:
                 option = find_option(chain[node.block], node.saved_ops)
@@ -162,7 +167,12 @@ def _peak_of_nodes(chain: ChainProfile, nodes: Sequence[PlanNode], memory_model:
     if memory_model == "additive":
         kept = sum(chain[node.block].activation_bytes_estimate or 0 for node in nodes if isinstance(node, Keep))
         return kept + sum(_part_kept(chain[node.block], node) for node in nodes if isinstance(node, Selective))
-    stages = [_as_stage(chain, node) for node in nodes]
+    stages = []
+    for node in nodes:
+        before = chain[blocks_of((node,))[0]].before
+        if before is not None:
+            stages.append(_Stage(before.cost, before.output_bytes, before.output_is_input))
+        stages.append(_as_stage(chain, node))
     if chain.pre is not None:
         stages.insert(0, _Stage(chain.pre.cost, chain.pre.output_bytes, chain.pre.output_is_input))
     if chain.post is not None:
@@ -221,7 +231,10 @@ def _as_stage(chain: ChainProfile, node: PlanNode) -> _Stage:
 
 
 def _num_entering(chain: ChainProfile, block: int) -> int:
-    """Storages that come into ``block`` from the one before it; none where the batch itself comes in."""
+    """Storages that come into ``block`` from the stage before it; none where the batch itself comes in."""
+    before = chain[block].before
+    if before is not None:
+        return len(before.output_bytes)
     if block:
         return len(chain[block - 1].output_bytes)
     return len(chain.input_bytes if chain.pre is None else chain.pre.output_bytes)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ckptplan.gaps import contracted, expanded
 from ckptplan.plan import nodes_text
 from ckptplan.planners.budgets import step_cost
 from ckptplan.planners.nested import tradeoff
@@ -185,10 +186,10 @@ def plan_curve(
     if most_points < 2:
         raise ValueError(f"most_points={most_points!r}; expected at least 2: the two ends")
     require_memory(chain, memory_model)
-    found = tradeoff(chain, cost=cost, memory_model=memory_model, nested=nested)
+    found = tradeoff(expanded(chain), cost=cost, memory_model=memory_model, nested=nested)
     points = []
     for need in _selected(found.peaks, most_points):
-        nodes = found.nodes(need)
+        nodes = contracted(chain, found.nodes(need))
         peak = simulate_plan(chain, nodes, memory_model).peak_bytes
         points.append(CurvePoint(peak, plan_recompute_cost(chain, nodes, cost), nodes_text(nodes)))
     return PlanCurve(

@@ -25,7 +25,7 @@ from ckptplan.errors import CkptplanError, TimingOnlyProfileError, UnsupportedPl
 MemoryModel = Literal["peak", "additive"]
 CostKind = Literal["time", "flops"]
 
-PROFILE_SCHEMA = "ckptplan.profile/1"
+PROFILE_SCHEMA = "ckptplan.profile/2"
 _D = TypeVar("_D")
 
 
@@ -102,6 +102,7 @@ class BlockProfile:
         recompute_time_ms: what recomputing adds to a backward pass, PyTorch's early stop included.
         mutated_buffers: buffers that the forward changes; a recomputation runs on copies of them.
         selective: ways to keep part of the block, fewest bytes first; empty unless they were asked for.
+        before: what the model itself runs between the block before and this one, where that is anything.
 
     Built by hand, a single number or flag stands for a tuple of one (``output_bytes=5`` is ``(5,)``) and
     integers of numpy are taken. Raises ``ValueError`` or ``TypeError`` naming the block and the field.
@@ -147,6 +148,7 @@ class BlockProfile:
     num_trials: int | None = None
     warnings: tuple[str, ...] = ()
     selective: tuple[SelectiveOption, ...] = ()
+    before: RegionProfile | None = None
 
     def __post_init__(self) -> None:
         _normalise(self, f"block {self.block_id!r}")
@@ -155,7 +157,10 @@ class BlockProfile:
 
 @dataclass(frozen=True)
 class RegionProfile:
-    """What runs before the first block (``pre``) or after the last one with the loss (``post``)."""
+    """What the model itself runs: before the first block (``pre``), between two blocks, after the last one (``post``).
+
+    ``post`` has the loss in it.
+    """
 
     name: str
     cost: StageCost
@@ -203,10 +208,18 @@ class ChainProfile(Sequence[BlockProfile]):
             if block.block_id in seen:
                 raise ValueError(f"block id {block.block_id!r} stands twice in the chain; ids are unique")
             seen.add(block.block_id)
+        if self.blocks[0].before is not None:
+            raise ValueError(f"block {self.blocks[0].block_id!r} is the first; what runs before it is pre, not before")
 
     @property
     def block_ids(self) -> tuple[str, ...]:
         return tuple(block.block_id for block in self.blocks)
+
+    @property
+    def regions(self) -> tuple[RegionProfile, ...]:
+        """All that the model itself runs around its blocks."""
+        found = (self.pre, *(block.before for block in self.blocks), self.post)
+        return tuple(region for region in found if region is not None)
 
     def to_json(self) -> str:
         """Canonical text: equal profiles give equal text, and :meth:`from_json` gives an equal profile."""
@@ -314,6 +327,8 @@ def _require_matching_flags(profile: ChainProfile) -> None:
     if profile.pre is not None:
         stages.append((f"region {profile.pre.name!r}", (profile.pre.cost,), profile.pre.output_is_input))
     for block in profile:
+        if block.before is not None:
+            stages.append((f"region {block.before.name!r}", (block.before.cost,), block.before.output_is_input))
         costs = (block.keep, block.recompute, *(option.cost for option in block.selective))
         stages.append((f"block {block.block_id!r}", costs, block.output_is_input))
     if profile.post is not None:

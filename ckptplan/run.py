@@ -491,7 +491,7 @@ def _times(values_ms: tuple[float, ...]) -> StepTimes:
 
 
 def _stages(profile: ChainProfile) -> list[BlockProfile | RegionProfile]:
-    return [*profile.blocks, *(region for region in (profile.pre, profile.post) if region is not None)]
+    return [*profile.blocks, *profile.regions]
 
 
 def _overhead(profile: ChainProfile, cost: PlanCost) -> float | None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ckptplan.errors import PlanIncompatibleError
+from ckptplan.gaps import expanded, expanded_nodes, has_gaps, places
 from ckptplan.plan import (
     CheckpointPlan,
     Keep,
@@ -84,7 +85,17 @@ def simulate_plan(
     chain = as_chain(profiles)
     nodes = plan.nodes if isinstance(plan, CheckpointPlan) else tuple(plan)
     require_memory(chain, memory_model)
-    faults = tree_faults(nodes, len(chain)) or _recompute_faults(chain, nodes)
+    faults = tree_faults(nodes, len(chain))
+    if faults:
+        raise PlanIncompatibleError(faults)
+    if has_gaps(chain):
+        whole = _simulated(expanded(chain), expanded_nodes(chain, nodes), memory_model)
+        return replace(whole, retained_bytes=tuple(whole.retained_bytes[place] for place in places(chain)))
+    return _simulated(chain, nodes, memory_model)
+
+
+def _simulated(chain: ChainProfile, nodes: Sequence[PlanNode], memory_model: MemoryModel) -> PlanCost:
+    faults = _recompute_faults(chain, nodes)
     if faults:
         raise PlanIncompatibleError(faults)
     time_ms, flops = recompute_time_ms(chain, nodes), recompute_flops(chain, nodes)

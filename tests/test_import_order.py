@@ -19,7 +19,7 @@ ORDER = """
 errors units console config record graph options
 randomness runtime optim trees blocks memory recompute replay twin subject profiles selective stages operators
 trace discovery observe kinds choices regions tied measure
-plan targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
+plan gaps targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
 planners.options planners.stairs planners.stretches planners.nested planners.milp
 planners.budgets planners.reasons planners
 curve certificate explanation
@@ -33,9 +33,10 @@ run cli __main__
 
 # What plans, checks and reports without a model at hand.
 TORCH_FREE = """
-errors units console config targets record graph options profiles selective plan simulate check planners planners.tables
-planners.heuristic planners.fixed planners.flat planners.options planners.stairs planners.stretches planners.nested
-planners.milp planners.budgets planners.reasons curve certificate explanation data.spec sweeps report report.tables cli
+errors units console config targets record graph options profiles selective plan gaps simulate check planners
+planners.tables planners.heuristic planners.fixed planners.flat planners.options planners.stairs planners.stretches
+planners.nested planners.milp planners.budgets planners.reasons curve certificate explanation data.spec sweeps report
+report.tables cli
 """.split()
 
 

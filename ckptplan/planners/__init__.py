@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ckptplan.check import check_plan
 from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError
+from ckptplan.gaps import contracted, expanded, expanded_nodes, places
 from ckptplan.plan import (
     CheckpointDecision,
     CheckpointPlan,
@@ -190,13 +191,20 @@ class _Run:
     options: dict[str, Any]
 
     def __call__(self, budget_bytes: int) -> PlannerResult:
+        is_given = self.function in (text, file)  # a plan of the user's is over the blocks alone
         returned = self.function(
-            self.chain, budget_bytes, cost=self.cost, memory_model=self.memory_model, **self.options
+            self.chain if is_given else expanded(self.chain),
+            budget_bytes,
+            cost=self.cost,
+            memory_model=self.memory_model,
+            **self.options,
         )
         if isinstance(returned, str):
             returned = parse_plan_text(returned)
         if not isinstance(returned, PlannerResult):
             returned = PlannerResult(tuple(returned))
+        if not is_given:
+            returned = replace(returned, nodes=contracted(self.chain, returned.nodes))
         faults = tree_faults(returned.nodes, len(self.chain))
         if not faults:
             blocks = [self.chain[i] for i in sorted(recomputed_blocks(returned.nodes))]
@@ -263,7 +271,9 @@ def _within_slowdown(run: _Run, ratio: float, unplanned_bytes: int) -> tuple[Pla
 
 def _decisions(run: _Run, nodes: Sequence[PlanNode], simulated: PlanCost) -> tuple[CheckpointDecision, ...]:
     chosen = recomputed_blocks(nodes)
-    reasons = block_reasons(run.chain, nodes, simulated.peak_bytes, run.memory_model, run.cost)
+    stages, all_nodes = expanded(run.chain), expanded_nodes(run.chain, nodes)
+    of_stages = block_reasons(stages, all_nodes, simulated.peak_bytes, run.memory_model, run.cost)
+    reasons = [of_stages[place] for place in places(run.chain)]
     saved = {node.block: node.saved_ops for node in nodes if isinstance(node, Selective)}
     return tuple(
         decision_for(block, i in chosen, reasons[i], simulated.retained_bytes[i], saved.get(i))

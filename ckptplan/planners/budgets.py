@@ -90,7 +90,7 @@ def _rounding(total_bytes: int) -> Fraction:
 
 def step_cost(chain: ChainProfile, cost: CostKind) -> float:
     """Forward and backward of the whole step, in ms or FLOPs."""
-    regions = [region for region in (chain.pre, chain.post) if region is not None]
+    regions = chain.regions
     names = [*chain.block_ids, *(region.name for region in regions)]
     total, missing = 0.0, []
     for name, stage in zip(names, [*chain, *regions], strict=True):

@@ -17,7 +17,7 @@ def no_checkpoint(
 ) -> PlannerResult:
     """Keeps every block, whatever the budget: the reference."""
     tables = FlatTables(profile, memory_model, cost)
-    return PlannerResult(tables.nodes(np.zeros(len(profile), bool)))
+    return PlannerResult(tables.nodes(np.zeros(tables.num_blocks, bool)))
 
 
 def checkpoint_all(

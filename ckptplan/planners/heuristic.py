@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ckptplan.gaps import expanded
 from ckptplan.planners.tables import Bools, FlatTables, PlannerResult
 from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, as_chain, require_memory
 from ckptplan.simulate import simulate_plan
@@ -88,7 +89,7 @@ def smallest_reachable(
     profile: ChainProfile | Sequence[BlockProfile], memory_model: MemoryModel = "peak"
 ) -> tuple[int, str]:
     """The least peak in bytes of any flat plan, and the stage and phase that set it (``"layers.2 backward"``)."""
-    chain = as_chain(profile)
+    chain = expanded(as_chain(profile))
     require_memory(chain, memory_model)
     tables = FlatTables(chain, memory_model)
     _, choice = least_peak_choice(tables)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptplan.errors import PlannerScaleError
+from ckptplan.gaps import expanded
 from ckptplan.plan import PlanNode
 from ckptplan.planners.flat import Problem, cheapest_choice, dynamic_programming, search
 from ckptplan.planners.heuristic import least_peak_choice, smallest_reachable
@@ -108,6 +109,7 @@ def least_nested_peak(profile: ChainProfile, memory_model: MemoryModel = "peak")
     """
     if memory_model == "additive":
         return smallest_reachable(profile, memory_model)
+    profile = expanded(profile)
     chain = option_chain(profile, None)
     found = _least_peak(chain, LARGEST_VALUE, longest(chain, MOST_WAYS // 10))
     assert found is not None
@@ -119,6 +121,7 @@ def least_flat_peak(profile: ChainProfile, memory_model: MemoryModel = "peak") -
     """The least peak in bytes of flat plans with options inside blocks, and the stage and phase that set it."""
     if memory_model == "additive" or not any(block.selective for block in profile):
         return smallest_reachable(profile, memory_model)
+    profile = expanded(profile)
     simulated = simulate_plan(profile, least_peak_plan(option_chain(profile, None), most_blocks=1))
     return simulated.peak_bytes, simulated.peak_at
 
@@ -268,6 +271,7 @@ class Tradeoff:
 def tradeoff(profile: ChainProfile, *, cost: CostKind, memory_model: MemoryModel, nested: bool) -> Tradeoff:
     """The whole trade-off in one solve: exact where staircases stay within ``MOST_CORNERS``, else the finest grain.
 
+    ``profile`` is of all stages: what runs between blocks stands in it as blocks (``gaps.expanded``).
     Raises ``PlannerScaleError`` where even the coarsest one is too much.
     """
     chain = option_chain(additive_profile(profile) if memory_model == "additive" else profile, cost)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ Choice = tuple[bool, ...]
 def flat_peak(chain: ChainProfile, choice: Choice) -> int:
     """The peak of a flat plan by simulating every tensor: who holds it, and until when."""
     stages: list[Any] = [] if chain.pre is None else [(chain.pre, chain.pre.cost)]
-    stages += [(b, b.recompute if again else b.keep) for b, again in zip(chain, choice, strict=True)]
+    for block, again in zip(chain, choice, strict=True):
+        if block.before is not None:
+            stages.append((block.before, block.before.cost))
+        stages.append((block, block.recompute if again else block.keep))
     if chain.post is not None:
         stages.append((chain.post, chain.post.cost))
     boundary = [{"bytes": 0, "keepers": set()} for _ in chain.input_bytes]
@@ -106,6 +110,20 @@ def random_chain(seed: int, most_blocks: int = 10, *, plain: bool = False) -> Ch
         count = width
     post = None if rng.random() < 0.5 else RegionProfile("post", _stage(rng, count, 0))
     return ChainProfile(tuple(blocks), pre=pre, post=post, input_bytes=(0,) * inputs)
+
+
+def with_gaps(chain: ChainProfile) -> ChainProfile:
+    """Every third block, from the second on, is turned into what the model runs before the next one."""
+    blocks: list[BlockProfile] = []
+    before: RegionProfile | None = None
+    for index, block in enumerate(chain):
+        if index % 3 == 1 and index + 1 < len(chain) and block.keep is not None:
+            name = f"between {chain[index - 1].block_id} and {chain[index + 1].block_id}"
+            before = RegionProfile(name, block.keep, block.output_bytes, block.output_is_input)
+        else:
+            blocks.append(replace(block, order=len(blocks), before=before))
+            before = None
+    return replace(chain, blocks=tuple(blocks))
 
 
 def _stage(
