@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckptplan.apply import CheckpointedSequential, apply_plan, checkpointed
+    from ckptplan.autofit import Fitted, LargerBatchWarning, fit
     from ckptplan.benchmark import BenchmarkResult, compare_results, run_benchmark
     from ckptplan.blocks import CheckpointableBlock, declare_blocks
     from ckptplan.certificate import Certificate, certify
     from ckptplan.check import check_plan
     from ckptplan.curve import CurvePoint, PlanCurve, plan_curve
+    from ckptplan.equality import EqualityCheck, check_equality
     from ckptplan.errors import (
         BlockDeclarationError,
         CkptplanError,
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
         NoDifferentiableOutputError,
         PlanIncompatibleError,
         PlannerScaleError,
+        StepMismatchError,
         TimingOnlyProfileError,
         UnsupportedBoundaryError,
         UnsupportedPlanVersionError,
@@ -68,9 +71,14 @@ _MODULE_OF_NAME = {
     "apply_plan": "apply",
     "CheckpointedSequential": "apply",
     "checkpointed": "apply",
+    "check_equality": "equality",
+    "EqualityCheck": "equality",
     "run_benchmark": "benchmark",
     "BenchmarkResult": "benchmark",
     "compare_results": "benchmark",
+    "fit": "autofit",
+    "Fitted": "autofit",
+    "LargerBatchWarning": "autofit",
     "CkptplanError": "errors",
     "ConfigError": "errors",
     "BlockDeclarationError": "errors",
@@ -79,6 +87,7 @@ _MODULE_OF_NAME = {
     "TimingOnlyProfileError": "errors",
     "InfeasibleTargetError": "errors",
     "PlanIncompatibleError": "errors",
+    "StepMismatchError": "errors",
     "UnsupportedPlanVersionError": "errors",
     "PlannerScaleError": "errors",
 }
@@ -114,9 +123,14 @@ __all__ = [  # noqa: RUF022 - data-path order
     "apply_plan",
     "CheckpointedSequential",
     "checkpointed",
+    "check_equality",
+    "EqualityCheck",
     "run_benchmark",
     "BenchmarkResult",
     "compare_results",
+    "fit",
+    "Fitted",
+    "LargerBatchWarning",
     "CkptplanError",
     "ConfigError",
     "BlockDeclarationError",
@@ -125,6 +139,7 @@ __all__ = [  # noqa: RUF022 - data-path order
     "TimingOnlyProfileError",
     "InfeasibleTargetError",
     "PlanIncompatibleError",
+    "StepMismatchError",
     "UnsupportedPlanVersionError",
     "PlannerScaleError",
     "__version__",

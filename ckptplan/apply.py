@@ -23,6 +23,7 @@ from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, Selective, 
 from ckptplan.recompute import Guards, buffer_slots, run_recomputed
 from ckptplan.replay import run_replayed
 from ckptplan.validate import require_plan, validate_plan
+from ckptplan.wrappers import is_compiled, plainness_faults
 
 CallBlock = Callable[[int, Any], Any]  # (block number, what the previous one returned) -> output
 
@@ -131,6 +132,9 @@ class checkpointed:
 
     def __init__(self, model: nn.Module, plan: CheckpointPlan) -> None:
         require_plan(plan)
+        faults = plainness_faults(model)
+        if faults:
+            raise PlanIncompatibleError(faults)
         self.blocks = _named_blocks(model, plan)
         self._require_own_forwards()
         validate_plan(plan, self.blocks)
@@ -168,7 +172,7 @@ class checkpointed:
                 raise PlanIncompatibleError(
                     f"a plan is active on {block.block_id!r} already; call remove() on it first"
                 )
-            if forward is not None or type(block.module).__name__ == "OptimizedModule":
+            if forward is not None or is_compiled(block.module):
                 raise PlanIncompatibleError(
                     f"the forward of {block.block_id!r} was exchanged by something else (torch.compile, a wrapper); "
                     "apply the plan first, and that afterwards"

@@ -81,6 +81,24 @@ class PlanIncompatibleError(CkptplanError):
         super().__init__(head + "\n- ".join(self.faults))
 
 
+class StepMismatchError(CkptplanError):
+    """A planned training step does not give what the unplanned one gives.
+
+    Attributes:
+        faults: every difference, by parameter or buffer.
+        block_id: the block in which they begin (None: outside the blocks).
+        is_deterministic: whether two unplanned steps are equal there.
+    """
+
+    def __init__(
+        self, message: str, *, faults: Sequence[str] = (), block_id: str | None = None, is_deterministic: bool = True
+    ) -> None:
+        super().__init__(message)
+        self.faults = tuple(faults)
+        self.block_id = block_id
+        self.is_deterministic = is_deterministic
+
+
 class UnsupportedPlanVersionError(CkptplanError):
     """The plan or profile file was written in a format that this version does not read."""
 

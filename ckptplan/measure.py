@@ -20,7 +20,7 @@ from torch import nn
 from ckptplan.blocks import CheckpointableBlock, require_blocks, select_blocks
 from ckptplan.choices import Choices, Measuring, find_choices, same_choices, time_choices
 from ckptplan.discovery import find_blocks
-from ckptplan.errors import NoDifferentiableOutputError
+from ckptplan.errors import BlockDeclarationError, NoDifferentiableOutputError
 from ckptplan.kinds import (
     Kind,
     activation_bytes,
@@ -42,6 +42,7 @@ from ckptplan.subject import LossFn, PlainChain, Subject, Trials, default_device
 from ckptplan.tied import SharedWeights
 from ckptplan.trace import BlockCall, ChainTrace, trace_subject, value_signature
 from ckptplan.trees import distinct_storages
+from ckptplan.wrappers import checkpoint_calls, own_calls_message, plainness_faults
 
 
 def profile_blocks(
@@ -131,6 +132,9 @@ def profile_model(
 
     Raises: as ``profile_blocks``.
     """
+    faults = plainness_faults(model)
+    if faults:
+        raise BlockDeclarationError("; ".join(faults))
     where = torch.device(device) if device is not None else default_device(model, batch)
     declared = _resolve_blocks(model, blocks, batch, loss_fn, where)
     if not declared:
@@ -219,7 +223,10 @@ class _Clock:
 def _measure(
     subject: Subject, trials: Trials, memory: str, check_stop: Callable[[], None], selective: bool
 ) -> ChainProfile:
-    trace = trace_subject(subject)
+    with checkpoint_calls(subject.twin) as calls:
+        trace = trace_subject(subject)
+    if calls:
+        raise BlockDeclarationError(own_calls_message(calls))
     regions: dict[str, StageForward] = {}
     if subject.has_loss:
         regions["post"] = post_forward(subject, trace)

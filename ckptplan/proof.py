@@ -124,11 +124,26 @@ def prove_model(
     """Measure steps of ``loss_fn(model, batch)`` with the model patched by ``plan`` and as it is."""
     require_amount("rtol", rtol)  # before anything is built
     require_amount("atol", atol)
+    return prove(
+        pair_of_model(model, plan, batch, loss_fn, device),
+        trials,
+        check_gradients=check_gradients,
+        time_steps=time_steps,
+        rtol=rtol,
+        atol=atol,
+        check_stop=check_stop,
+    )
+
+
+def pair_of_model(
+    model: nn.Module, plan: CheckpointPlan, batch: Any, loss_fn: LossFn, device: torch.device
+) -> StepPair:
+    """The two steps of ``loss_fn(model, batch)``, on a twin of the model."""
     (twin,) = make_twin([model])
     try:
         own_written_weights(model, twin, lambda trial: loss_fn(trial, private_batch(batch)), device)
     except Exception as error:
-        if not is_out_of_memory(error):  # whether the steps fit is found below
+        if not is_out_of_memory(error):  # whether the steps fit is found later
             raise
     own = OwnBatch(batch)
     patch = checkpointed(twin, plan)  # checked once, not in every timed step
@@ -137,16 +152,7 @@ def prove_model(
         with patch:
             return loss_fn(twin, own.now)
 
-    pair = StepPair(planned, lambda: loss_fn(twin, own.now), twin, own, device)
-    return prove(
-        pair,
-        trials,
-        check_gradients=check_gradients,
-        time_steps=time_steps,
-        rtol=rtol,
-        atol=atol,
-        check_stop=check_stop,
-    )
+    return StepPair(planned, lambda: loss_fn(twin, own.now), twin, own, device)
 
 
 def prove(
@@ -169,7 +175,7 @@ def prove(
     note: str | None = None if check_gradients else "not asked for"
     with random_state_restored(pair.device), torch.enable_grad():
         if check_gradients:
-            check, note = _check_gradients(pair, rtol, atol)
+            check, note = check_gradients_of(pair, rtol, atol)
         _allocate_gradients(pair)
         peak, device_peak, reserved = _peak_or_none(pair, pair.planned)
         plain_peak, _, _ = _peak_or_none(pair, pair.plain)
@@ -202,7 +208,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 # --- gradients ---
 
 
-def _check_gradients(pair: StepPair, rtol: float, atol: float) -> tuple[GradientCheck | None, str | None]:
+def check_gradients_of(pair: StepPair, rtol: float, atol: float) -> tuple[GradientCheck | None, str | None]:
+    """The comparison of one planned and one unplanned step; None with the reason where one of them does not fit."""
     start = _Start.of(pair)
     try:
         found = _outcome(pair, pair.planned, start)
@@ -224,6 +231,13 @@ def _check_gradients(pair: StepPair, rtol: float, atol: float) -> tuple[Gradient
                 return None, "the unplanned step fits neither the device nor the host's memory"
             raise
     return compare_outcomes(found, expected, reference, rtol, atol), None
+
+
+def check_repeat(pair: StepPair, rtol: float, atol: float) -> GradientCheck:
+    """Two unplanned steps from the same state: what differs is not deterministic by itself."""
+    start = _Start.of(pair)
+    first, second = (_outcome(pair, pair.plain, start) for _ in range(2))
+    return compare_outcomes(second, first, "the same step again", rtol, atol)
 
 
 def _saved_on_host(step: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -296,6 +310,9 @@ def compare_outcomes(
     faults: list[str] = []
     largest_abs = largest_rel = 0.0
     bitwise = torch.equal(found.loss, expected.loss)
+    left_loss, right_loss = float(found.loss), float(expected.loss)
+    if not abs(left_loss - right_loss) <= rtol * abs(right_loss) + atol:  # NaN fails too
+        faults.append(f"the loss is {left_loss!r} under the plan, {right_loss!r} without it")
     for name, right in expected.gradients.items():
         left = found.gradients.get(name)
         if left is None or right is None:

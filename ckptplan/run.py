@@ -28,12 +28,14 @@ from ckptplan.config import PlannerConfig, RunConfig, config_hash, config_yaml
 from ckptplan.data import Batch
 from ckptplan.data.spec import explain_mismatch
 from ckptplan.discovery import find_blocks
+from ckptplan.equality import RTOL_FLOAT32, RTOL_HALF, mismatch_error
 from ckptplan.errors import (
     BlockDeclarationError,
     CkptplanError,
     ConfigError,
     InfeasibleTargetError,
     RunInterruptedError,
+    StepMismatchError,
     UnsupportedBoundaryError,
 )
 from ckptplan.measure import profile_model
@@ -41,7 +43,7 @@ from ckptplan.optim import learning_rate_schedule
 from ckptplan.plan import CheckpointDecision, CheckpointPlan
 from ckptplan.planners import PLANNERS_WITH_OPTIONS
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
-from ckptplan.proof import GradientCheck, StepProof, is_out_of_memory, prove_model
+from ckptplan.proof import GradientCheck, StepProof, is_out_of_memory, pair_of_model, prove_model
 from ckptplan.randomness import random_state_restored
 from ckptplan.record import (
     BudgetRecord,
@@ -129,6 +131,9 @@ def _ended(result: RunResult, stop: StopFlag) -> Iterator[None]:
         result.status = "interrupted"
         result.error = ErrorRecord(type(error).__name__, "ended by a signal", stop.signal_name)
         log.warning("interrupted (%s); nothing is trained further", stop.signal_name)
+    except StepMismatchError as error:
+        result.status, result.error = "mismatch", ErrorRecord("GradientMismatch", str(error))
+        log.error("nothing is trained: %s", error)
     except Exception as error:
         if is_out_of_memory(error):
             result.status, result.error = "oom", ErrorRecord(type(error).__name__, str(error).partition("\n")[0])
@@ -185,9 +190,9 @@ class _Run:
         if self.config.plan_only:
             self.result.status = "ok" if plan.feasible else "over_budget"
             return
-        proof = self.prove(model, plan, profile, batch, runtime)
+        self.prove(model, plan, profile, batch, runtime)
         summary = self.train(model, plan, data, optimizer, runtime)
-        self.result.status = self.final_status(plan, proof, summary)
+        self.result.status = self.final_status(plan, summary)
 
     # --- what is run ---
 
@@ -326,6 +331,8 @@ class _Run:
     def prove(
         self, model: nn.Module, plan: CheckpointPlan, profile: ChainProfile, batch: Batch, runtime: Runtime
     ) -> StepProof:
+        is_half = runtime.autocast_dtype is not None or runtime.parameter_dtype is not torch.float32
+        rtol = RTOL_HALF if is_half else RTOL_FLOAT32
         proof = prove_model(
             model,
             plan,
@@ -335,7 +342,7 @@ class _Run:
             trials=Trials(self.config.proof.latency_warmup, max(1, self.config.proof.latency_trials)),
             time_steps=self.config.proof.latency_trials > 0,
             check_gradients=self.config.proof.check_gradients,
-            rtol=1e-5 if runtime.autocast_dtype is None and runtime.parameter_dtype is torch.float32 else 2e-2,
+            rtol=rtol,
             check_stop=self.stop.check,
         )
         memory, latency = self.result.memory, self.result.latency
@@ -353,6 +360,9 @@ class _Run:
         self.result.gradients = _gradients(proof.gradients, proof.gradients_note)
         if proof.out_of_memory == "planned":
             raise torch.cuda.OutOfMemoryError("the planned step does not fit the device")
+        if proof.gradients is not None and not proof.gradients.passed:
+            pair = pair_of_model(model, plan, batch, _loss_fn(runtime), runtime.device)
+            raise mismatch_error(pair, plan, proof.gradients, rtol, 0.0)
         return proof
 
     def _note_noise(self, latency: LatencyRecord) -> None:
@@ -408,14 +418,11 @@ class _Run:
         )
         return summary
 
-    def final_status(self, plan: CheckpointPlan, proof: StepProof, summary: TrainSummary) -> str:
+    def final_status(self, plan: CheckpointPlan, summary: TrainSummary) -> str:
         error = self.result.memory.prediction_error
         if summary.ended == "interrupted":
             self.result.error = ErrorRecord("RunInterruptedError", f"ended after step {summary.steps}", summary.signal)
             return "interrupted"
-        if proof.gradients is not None and not proof.gradients.passed:
-            self.result.error = ErrorRecord("GradientMismatch", "; ".join(proof.gradients.faults[:5]))
-            return "mismatch"
         if error is not None and abs(error) > MOST_PREDICTION_ERROR:
             self.result.error = ErrorRecord(
                 "PredictionMismatch", f"predicted and measured peak differ by {error:+.2%}, more than 1 %"

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
-
-from torch import nn
 
 from ckptplan.blocks import CheckpointableBlock, model_fingerprint, require_blocks, takes_keyword
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.plan import CheckpointPlan, blocks_of
-
-# torch's own wrapper and fairscale's; a block inside one would be recomputed twice.
-_CHECKPOINT_WRAPPERS = ("CheckpointWrapper", "CheckpointImpl")
+from ckptplan.wrappers import foreign_checkpoints
 
 
 def validate_plan(
@@ -84,13 +81,6 @@ def _buffer_faults(plan: CheckpointPlan, blocks: Sequence[CheckpointableBlock]) 
 
 
 def _wrapper_faults(blocks: Sequence[CheckpointableBlock]) -> list[str]:
-    return [
-        f"{block.block_id} is wrapped for checkpointing already ({type(part).__name__}), so it would be recomputed "
-        "twice; remove that wrapper"
-        for block in blocks
-        for part in _first_wrapper(block.module)
-    ]
-
-
-def _first_wrapper(module: nn.Module) -> list[nn.Module]:
-    return [part for part in module.modules() if type(part).__name__ in _CHECKPOINT_WRAPPERS][:1]
+    found = [(block.block_id, place) for block in blocks for place in foreign_checkpoints(block.module)[:1]]
+    places = [replace(place, path=f"{name}.{place.path}".rstrip(".")) for name, place in found]
+    return [f"something else recomputes in the model already: {place}" for place in places]

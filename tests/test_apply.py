@@ -494,7 +494,9 @@ class TestPatching:
 
         net = Net()
         net.layers[1] = checkpoint_wrapper(net.layers[1])
-        with pytest.raises(PlanIncompatibleError, match=r"layers.1 is wrapped for checkpointing already"):
+        with pytest.raises(
+            PlanIncompatibleError, match=r"recomputes in the model already: layers\.1: a CheckpointWrapper"
+        ):
             checkpointed(net, CheckpointPlan.from_text("R(0) K1 K2", IDS))
 
     def test_module_hooks_fire_once_per_forward(self) -> None:

@@ -17,13 +17,13 @@ PACKAGE = Path(ckptplan.__file__).parent
 # Every file, from the ground up; "planners" is planners/__init__.py.
 ORDER = """
 errors units console config record graph options
-randomness runtime optim trees blocks memory recompute replay twin subject profiles selective stages operators
+randomness runtime optim trees wrappers blocks memory recompute replay twin subject profiles selective stages operators
 trace discovery observe kinds choices regions tied measure
 plan gaps targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
 planners.options planners.stairs planners.stretches planners.nested planners.milp
 planners.budgets planners.reasons planners
 curve certificate explanation
-validate apply proof benchmark budget
+validate apply proof equality benchmark budget autofit
 data.spec data.checks data.order data data.dataset data.digits data.images data.text data.tokens
 models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models
 tracking stopping training sweeps

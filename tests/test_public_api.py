@@ -20,9 +20,10 @@ PROMISED = """
 declare_blocks CheckpointableBlock profile_blocks BlockProfile ChainProfile plan_checkpoints CheckpointPlan
 CheckpointDecision simulate_plan PlanCost check_plan plan_curve PlanCurve
 certify Certificate explain PlanExplanation validate_plan apply_plan CheckpointedSequential checkpointed
-run_benchmark BenchmarkResult compare_results CkptplanError BlockDeclarationError UnsupportedBoundaryError
+run_benchmark BenchmarkResult compare_results check_equality EqualityCheck fit Fitted
+CkptplanError BlockDeclarationError UnsupportedBoundaryError
 NoDifferentiableOutputError TimingOnlyProfileError InfeasibleTargetError PlanIncompatibleError
-UnsupportedPlanVersionError PlannerScaleError ConfigError __version__
+UnsupportedPlanVersionError PlannerScaleError StepMismatchError LargerBatchWarning ConfigError __version__
 """.split()
 
 
@@ -65,7 +66,9 @@ def test_the_names_stand_in_data_path_order() -> None:
         "explanation",
         "validate",
         "apply",
+        "equality",
         "benchmark",
+        "autofit",
         "errors",
     ]
     modules = list(dict.fromkeys(ckptplan._MODULE_OF_NAME.values()))

@@ -184,12 +184,14 @@ class TestEnds:
         assert result["plan"]["recomputed"] == 0
         assert result["training"]["steps"] == 3
 
-    def test_a_wrong_gradient_is_a_mismatch_after_the_run(self, run) -> None:
+    def test_a_wrong_gradient_is_a_mismatch_and_nothing_is_trained(self, run) -> None:
         code, result, _ = run("planner=all", "budget_frac=1.0", target="WrongGradients")
         assert (code, result["status"]) == (6, "mismatch")
         assert result["error"]["type"] == "GradientMismatch"
         assert "gradient differs by" in result["error"]["message"]
+        assert "first in block 'layers.0'" in result["error"]["message"]
         assert result["gradients"]["passed"] is False
+        assert result["training"]["steps"] is None
 
     def test_a_wrong_prediction_is_a_mismatch(self, run, monkeypatch) -> None:
         def half(*args: Any, **kwargs: Any) -> Any:
@@ -248,8 +250,11 @@ class TestEnds:
         assert result["error"] == {"type": "RuntimeError", "message": "the user's own fault", "signal": None}
 
     def test_a_loss_that_is_never_finite_ends_the_run_and_leaves_no_nan_in_the_records(self, run) -> None:
+        code, result, _ = run("planner=dp", "steps=200", target="NanLoss")
+        assert (code, result["status"], result["training"]["steps"]) == (6, "mismatch", None)
+        assert "The unplanned step is not finite either" in result["error"]["message"]
         with pytest.raises(NonFiniteError):
-            run("planner=dp", "steps=200", target="NanLoss")
+            run("planner=dp", "steps=200", "proof.check_gradients=false", target="NanLoss")
         result = load_result(run.folder)
         assert (result["status"], result["error"]["type"]) == ("failed", "NonFiniteError")
 

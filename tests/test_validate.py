@@ -85,7 +85,7 @@ def test_all_faults_are_told_at_once(model, plan) -> None:
     faults = caught.value.faults
     assert len(faults) == 3
     assert "not the one that was profiled" in faults[0]
-    assert "0 is wrapped for checkpointing already (CheckpointWrapper)" in faults[1]
+    assert "0: a CheckpointWrapper (torch)" in faults[1]
     assert "example_inputs is a list; expected a tuple" in faults[2]
     assert all(fault in str(caught.value) for fault in faults)
 
