@@ -11,7 +11,7 @@ import itertools
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +22,12 @@ from ckptplan.state.parallel import run_all, try_start
 from ckptplan.state.spans import Span
 from ckptplan.units import MIB, format_bytes
 
-_PIECE_BYTES = 4 * MIB  # of one copy; small enough that two threads end together
+_PIECE_BYTES = 4 * MIB  # of one thread's work; small enough that two threads end together
+_FEWEST_BYTES_PER_COPY_FOR_TWO_THREADS = 64 * 1024  # below, they wait for each other's interpreter lock
 _FEWEST_BYTES_FOR_TWO_SLABS = 64 * MIB
 _MOST_SLABS = 4
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14
+_Copy = tuple[int, "int | bytes", int]  # target address, source (its address, or the bytes), number of bytes
 _numbers = itertools.count()
 
 
@@ -66,14 +68,19 @@ class Arena:
         self.slabs: list[Slab] = []
         self.images: list[tuple[int, int]] = []  # per file: number of its slab, offset in it
         self._populating: threading.Thread | None = None
+        self._copies_of: tuple[Sequence[FilePlan], Sequence[Span]] | None = None
+        self._copies: list[list[list[_Copy]]] = []  # of the files of `_copies_of`: pieces of work of one or more copies
 
     def fit(self, plans: Sequence[FilePlan]) -> None:
         """Makes room for these files; slabs that are big enough are used again. SaveFailedError: no memory."""
         self.wait_for_population()
-        sizes, self.images = _place(plans)
+        sizes, images = _place(plans)
+        if images != self.images:
+            self.images, self._copies_of = images, None
         for number, size in enumerate(sizes):
             if number < len(self.slabs) and self.slabs[number].size_bytes >= size:
                 continue
+            self._copies_of = None
             if number < len(self.slabs):
                 self.slabs[number].close()
             slab = _make_slab(size, shared=self.is_shared)
@@ -98,9 +105,7 @@ class Arena:
             populating = threading.Thread(target=self._populate, daemon=True, name="ckptplan-state-populate")
             self._populating = populating if try_start(populating) else None  # else the next save faults the pages in
             return
-        for file, plan in enumerate(plans):
-            self._fill_warm(file, plan, spans, threads)
-            filled(file)
+        self._fill_warm(plans, spans, threads, filled)
 
     def image(self, file: int, plan: FilePlan) -> memoryview:
         """The bytes of one file, padded to whole pages."""
@@ -141,9 +146,7 @@ class Arena:
                 fill(file)
 
         if any(slab.descriptor < 0 for slab in self.slabs):
-            for file, plan in enumerate(plans):
-                self._fill_warm(file, plan, spans, threads)
-                filled(file)
+            self._fill_warm(plans, spans, threads, filled)
             return
         # One thread per slab: the system lets only one write into a memory file at a time.
         lanes: dict[int, list[int]] = {}
@@ -151,40 +154,84 @@ class Arena:
             lanes.setdefault(slab, []).append(file)
         run_all(fill_lane, lanes.values(), threads)
 
-    def _fill_warm(self, file: int, plan: FilePlan, spans: Sequence[Span], threads: int) -> None:
+    def _fill_warm(
+        self, plans: Sequence[FilePlan], spans: Sequence[Span], threads: int, filled: Callable[[int], None]
+    ) -> None:
+        """By address, from one queue over all files; what has no address is copied here first, by the caller."""
+        by_file = self._copies_for(plans, spans)
+        copies = sum(len(piece) for pieces in by_file for piece in pieces)
+        if sum(plan.size_bytes for plan in plans) < copies * _FEWEST_BYTES_PER_COPY_FOR_TWO_THREADS:
+            threads = 1
+        left = [len(pieces) for pieces in by_file]
+        lock = threading.Lock()
+
+        def copy(work: tuple[int, list[_Copy]]) -> None:
+            file, piece = work
+            for target, source, size in piece:
+                ctypes.memmove(target, source, size)
+            with lock:
+                left[file] -= 1
+                is_last = left[file] == 0
+            if is_last:
+                filled(file)
+
+        waiting: list[tuple[int, list[_Copy]]] = []
+        for file, plan in enumerate(plans):
+            has_others = self._copy_others(file, plan, spans)
+            waiting += [(file, piece) for piece in by_file[file]]
+            if has_others:  # on a device as a rule: they take their time, so the file is handed over at once
+                run_all(copy, waiting, threads)
+                waiting = []
+        run_all(copy, waiting, threads)
+
+    def _copy_others(self, file: int, plan: FilePlan, spans: Sequence[Span]) -> bool:
+        """Copies the spans of a file that have no address; whether there are any."""
         slab, offset = self.images[file]
-        base = self.slabs[slab].address() + offset
-        ctypes.memmove(base, plan.header, len(plan.header))
-        pieces: list[tuple[int, int, int]] = []
+        has_others = False
         for index, position in zip(plan.spans, plan.offsets, strict=True):
             span = spans[index]
-            if span.address:
-                pieces.append((base + position, span.address, span.size_bytes))
-            elif span.size_bytes:
-                view = self.slabs[slab].view()[offset + position : offset + position + span.size_bytes]
-                copy_to(span, view)
-        copy_pieces(pieces, threads)
+            if span.size_bytes and not span.address:
+                has_others = True
+                start = offset + position
+                copy_to(span, self.slabs[slab].view()[start : start + span.size_bytes])
+        return has_others
+
+    def _copies_for(self, plans: Sequence[FilePlan], spans: Sequence[Span]) -> list[list[list[_Copy]]]:
+        """What to copy by address for each file: its header, and its spans in pieces of about equal size."""
+        if self._copies_of is not None and self._copies_of[0] is plans and self._copies_of[1] is spans:
+            return self._copies
+        by_file = []
+        for (slab, offset), plan in zip(self.images, plans, strict=True):
+            base = self.slabs[slab].address() + offset
+            copies: list[_Copy] = [(base, plan.header, len(plan.header))]
+            for index, position in zip(plan.spans, plan.offsets, strict=True):
+                address, size = spans[index].address, spans[index].size_bytes
+                for start in range(0, size if address else 0, _PIECE_BYTES):
+                    copies.append((base + position + start, address + start, min(_PIECE_BYTES, size - start)))
+            by_file.append(list(_grouped(copies)))
+        if all(span.source is None for span in spans):  # else it would keep tensors alive
+            self._copies_of, self._copies = (plans, spans), by_file
+        return by_file
 
     def _populate(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         for slab in self.slabs:
-            # Where the system does not know the advice, the next save faults the pages in.
-            libc.madvise(ctypes.c_void_p(slab.address()), ctypes.c_size_t(slab.size_bytes), _POPULATE_WRITE)
+            # The pages are there already. Reading maps them many at a time, and writable, as nothing watches for writes
+            # to such memory. Where the system does not know the advice, the next save faults them in one by one.
+            libc.madvise(ctypes.c_void_p(slab.address()), ctypes.c_size_t(slab.size_bytes), _POPULATE_READ)
 
 
-def copy_pieces(pieces: Sequence[tuple[int, int, int]], threads: int) -> None:
-    """Copies (target address, source address, bytes) each; with two threads from one queue of small pieces."""
-    total = sum(size for _, _, size in pieces)
-    if threads < 2 or total < 2 * _PIECE_BYTES:
-        for target, source, size in pieces:
-            ctypes.memmove(target, source, size)
-        return
-    small = (
-        (target + start, source + start, min(_PIECE_BYTES, size - start))
-        for target, source, size in pieces
-        for start in range(0, size, _PIECE_BYTES)
-    )
-    run_all(lambda piece: ctypes.memmove(*piece), small, threads)
+def _grouped(copies: list[_Copy]) -> Iterator[list[_Copy]]:
+    """Neighbours together until they are a piece of work."""
+    group: list[_Copy] = []
+    size_bytes = 0
+    for copy in copies:
+        if group and size_bytes + copy[2] > _PIECE_BYTES:
+            yield group
+            group, size_bytes = [], 0
+        group.append(copy)
+        size_bytes += copy[2]
+    yield group
 
 
 def dense_on_cpu(span: Span) -> torch.Tensor:

@@ -193,12 +193,7 @@ class CheckpointManager:
         problem = self._wait_for_jobs(0) or unseen
         place, name = self._choose(coordinator, checkpoint_id, problem)
         with no_collection():
-            load = self._plan_load(coordinator, place, name, into, strict, device)
-            damage = agree_on_faults(coordinator, load.check())
-            if damage:
-                next_good = place.folder.next_good(name) if coordinator.rank == 0 else None
-                raise _damaged(name, damage, coordinator.all_gather(next_good)[0])
-            loaded = load.finish()
+            loaded = self._load(coordinator, place, name, into, strict, device)
         if coordinator.rank == 0:
             place.resumed = next((info for info in place.folder.infos() if info.checkpoint_id == name), None)
         if into is None:
@@ -430,6 +425,23 @@ class CheckpointManager:
             error = as_state_error(caught)
         raise_first(coordinator, error)
         return place, coordinator.all_gather(name)[0]
+
+    def _load(
+        self,
+        coordinator: Coordinator,
+        place: _Place,
+        name: str,
+        into: dict[str, Any] | None,
+        strict: bool,
+        device: torch.device,
+    ) -> dict[str, Any]:
+        """Plan and manifest are gone on return: the collection of garbage that comes due would look through them."""
+        load = self._plan_load(coordinator, place, name, into, strict, device)
+        damage = agree_on_faults(coordinator, load.check())
+        if damage:
+            next_good = place.folder.next_good(name) if coordinator.rank == 0 else None
+            raise _damaged(name, damage, coordinator.all_gather(next_good)[0])
+        return load.finish()
 
     def _plan_load(
         self,

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import xxhash
 
@@ -63,21 +65,22 @@ def read_spans(
     by_file: dict[int, list[int]] = {}
     for span in sorted(set(wanted), key=lambda span: (part.spans[span].file, part.spans[span].offset_bytes)):
         by_file.setdefault(part.spans[span].file, []).append(span)
-    faults: list[str] = []
+    buffers = threading.local()
+    readers = []
+    work: list[tuple[_Reader, list[_Run]]] = []
     for number, spans in by_file.items():
-        file = part.files[number]
-        wanted_bytes = sum(part.spans[span].size_bytes for span in spans)
-        sparse = wanted_bytes < _SPARSE_SHARE * file.size_bytes
-        try:
-            with storage.reader(f"{folder}/{file.name}", sparse=sparse) as read_into:
-                if check:
-                    faults += _check_header(read_into, file)
-                reader = _Reader(part, file, read_into, target, use, check)
-                run_all(reader.read, _batches(list(_runs(part, spans))), num_threads())
-                faults += sorted(reader.faults)
-        except OSError as error:
-            faults.append(f"{file.name}: {error.strerror or error}")
-    return faults
+        batches = list(_batches(_runs(part, spans, part.chunk_bytes if check else _PIECE_BYTES)))
+        sparse = sum(part.spans[span].size_bytes for span in spans) < _SPARSE_SHARE * part.files[number].size_bytes
+        file = _OpenFile(storage, folder, part.files[number], users=max(1, len(batches)), sparse=sparse, check=check)
+        readers.append(_Reader(part, file, target, use, check, buffers))
+        work += [(readers[-1], batch) for batch in batches or [[]]]
+    try:
+        # One queue over all files: at the end of each file threads would wait for each other.
+        run_all(lambda piece: piece[0].read(piece[1]), work, num_threads())
+    finally:
+        for reader in readers:
+            reader.file.close()
+    return [fault for reader in readers for fault in (*reader.file.faults, *sorted(reader.faults))]
 
 
 def check_sizes(storage: Storage, folder: str, files: Iterable[StoredFile]) -> list[str]:
@@ -100,8 +103,55 @@ def _check_header(read_into: ReadInto, file: StoredFile) -> list[str]:
     return [] if checksum(header) == file.checksum else [f"{file.name}: the header does not match its checksum"]
 
 
-def _runs(part: RankPart, spans: Sequence[int]) -> Iterator[_Run]:
-    """Neighbouring small spans in one run; a big span in runs of its own."""
+class _OpenFile:
+    """A file that is open from its first use to its last, so that few are open at a time. Its header is checked."""
+
+    def __init__(
+        self, storage: Storage, folder: str, stored: StoredFile, *, users: int, sparse: bool, check: bool
+    ) -> None:
+        self.stored = stored
+        self.faults: list[str] = []
+        self._reader = storage.reader(f"{folder}/{stored.name}", sparse=sparse)
+        self._users, self._check = users, check
+        self._lock = threading.Lock()
+        self._state: Literal["new", "open", "closed"] = "new"
+        self._read_into: ReadInto | None = None
+
+    @contextmanager
+    def use(self) -> Iterator[ReadInto | None]:
+        """For one of the `users`; None when the file cannot be read, which is then among the faults."""
+        with self._lock:
+            if self._state == "new":
+                self._open()
+        try:
+            yield self._read_into
+        finally:
+            with self._lock:
+                self._users -= 1
+                is_last = self._users == 0
+            if is_last:
+                self.close()
+
+    def close(self) -> None:
+        """Twice is fine."""
+        if self._state == "open":
+            self._state, self._read_into = "closed", None
+            self._reader.__exit__(None, None, None)
+
+    def _open(self) -> None:
+        try:
+            self._read_into = self._reader.__enter__()
+            self._state = "open"
+            if self._check:
+                self.faults += _check_header(self._read_into, self.stored)
+        except OSError as error:
+            self.faults.append(f"{self.stored.name}: {error.strerror or error}")
+            self.close()
+            self._state = "closed"
+
+
+def _runs(part: RankPart, spans: Sequence[int], most_bytes: int) -> Iterator[_Run]:
+    """Neighbouring small spans in one run; a big span in runs of its own, of `most_bytes` each."""
     pieces: list[tuple[int, int, int]] = []
     start = end = 0
     for span in spans:
@@ -113,7 +163,7 @@ def _runs(part: RankPart, spans: Sequence[int]) -> Iterator[_Run]:
             yield _Run(start, end - start, tuple(pieces))
             pieces = []
         if stored.size_bytes > _RUN_BYTES:
-            yield from _runs_of_one(part, span)
+            yield from _runs_of_one(part, span, most_bytes)
             continue
         if not pieces:
             start = stored.offset_bytes
@@ -123,14 +173,14 @@ def _runs(part: RankPart, spans: Sequence[int]) -> Iterator[_Run]:
         yield _Run(start, end - start, tuple(pieces))
 
 
-def _runs_of_one(part: RankPart, span: int) -> Iterator[_Run]:
+def _runs_of_one(part: RankPart, span: int, most_bytes: int) -> Iterator[_Run]:
     stored = part.spans[span]
-    for start in range(0, stored.size_bytes, part.chunk_bytes):
-        size = min(part.chunk_bytes, stored.size_bytes - start)
+    for start in range(0, stored.size_bytes, most_bytes):
+        size = min(most_bytes, stored.size_bytes - start)
         yield _Run(stored.offset_bytes + start, size, ((span, start, size),))
 
 
-def _batches(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
+def _batches(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
     batch: list[_Run] = []
     size = 0
     for run in runs:
@@ -144,35 +194,44 @@ def _batches(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
 
 
 class _Reader:
-    """Reads runs of one file; each thread has one bounce buffer."""
+    """Reads runs of one file. `buffers` holds one bounce buffer for each thread."""
 
     def __init__(
-        self, part: RankPart, file: StoredFile, read_into: ReadInto, target: Target, use: Use | None, check: bool
+        self,
+        part: RankPart,
+        file: _OpenFile,
+        target: Target,
+        use: Use | None,
+        check: bool,
+        buffers: threading.local,
     ) -> None:
-        self._part, self._file, self._read_into = part, file, read_into
-        self._target, self._use, self._check = target, use, check
-        self._local = threading.local()
+        self.file, self._buffers = file, buffers
+        self._part, self._target, self._use, self._check = part, target, use, check
         self.faults: list[str] = []
 
     def read(self, runs: list[_Run]) -> None:
-        for run in runs:
-            try:
-                self._read_run(run)
-            except OSError as error:
-                names = ", ".join(self._part.spans[span].name for span, _, _ in run.pieces[:3])
-                self.faults.append(f"{self._file.name}: cannot read {names!r}: {error.strerror or error}")
+        with self.file.use() as read_into:
+            if read_into is None:
+                return
+            for run in runs:
+                try:
+                    self._read_run(run, read_into)
+                except OSError as error:
+                    names = ", ".join(self._part.spans[span].name for span, _, _ in run.pieces[:3])
+                    self.faults.append(f"{self.file.stored.name}: cannot read {names!r}: {error.strerror or error}")
 
-    def _read_run(self, run: _Run) -> None:
+    def _read_run(self, run: _Run, read_into: ReadInto) -> None:
         span, start, size = run.pieces[0]
         into = self._target(span) if len(run.pieces) == 1 else None
         data = self._bounce(run.size_bytes) if into is None else into[start : start + size]
-        self._read_into(run.offset_bytes, data)
+        read_into(run.offset_bytes, data)
         position = 0
         for span, start, size in run.pieces:
             piece = data[position : position + size]
             position += size
             if self._check and not self._is_right(span, start, piece):
-                self.faults.append(f"{self._file.name}: {self._part.spans[span].name!r} does not match its checksum")
+                name = self._part.spans[span].name
+                self.faults.append(f"{self.file.stored.name}: {name!r} does not match its checksum")
                 continue
             if into is None and (place := self._target(span)) is not None:
                 place[start : start + size] = piece
@@ -187,9 +246,9 @@ class _Reader:
         return True
 
     def _bounce(self, size: int) -> memoryview:
-        buffer = getattr(self._local, "buffer", None)
+        buffer = getattr(self._buffers, "buffer", None)
         if buffer is None or len(buffer) < size:
-            self._local.buffer = buffer = memoryview(bytearray(max(size, _RUN_BYTES)))
+            self._buffers.buffer = buffer = memoryview(bytearray(max(size, _RUN_BYTES)))
         return buffer[:size]
 
 

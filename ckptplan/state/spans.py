@@ -71,6 +71,8 @@ class SpanFinder:
         """One view per leaf, the spans in the order of their first leaf, and whether all lies as it did before."""
         signature = [_signature_of(leaf) for leaf in leaves]
         if signature == self._signature:
+            if all(span.address or not span.size_bytes for span in self._spans):
+                return self._views, self._spans, True
             # Spans without a lasting address are found again: a copy of them was made the last time.
             spans = [
                 span if span.address else _span_of([_place(number, leaves[number]) for number in span.leaves], index)[0]
@@ -91,16 +93,17 @@ def _signature_of(leaf: Leaf) -> Any:
     item, name, value = leaf
     if not isinstance(value, torch.Tensor):
         return item, name, value.dtype.str, value.shape
-    storage, flags = value.untyped_storage().data_ptr(), (value.requires_grad, value.is_conj(), value.is_neg())
     return (
         item,
         name,
         value.data_ptr(),
-        storage,
+        value.storage_offset(),  # with the pointer: which storage
         value.dtype,
         value.shape,
         value.stride(),
-        flags,
+        value.requires_grad,
+        value.is_conj(),
+        value.is_neg(),
         type(value),
         value.device,
     )

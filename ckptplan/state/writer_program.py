@@ -92,6 +92,9 @@ class Attempt:
         self.folder = os.path.join(self._location, self.control["attempt"])
         self._chunks: dict[int, str] = {}
         self._headers: dict[int, str] = {}
+        self._images_seen = 0
+        self._hashing: list[threading.Thread] = []
+        self._failures: list[BaseException] = []
 
     def open(self) -> None:
         """Makes the folder (rank 0; the others find it)."""
@@ -105,30 +108,47 @@ class Attempt:
             time.sleep(_POLL_S)
 
     def write_image(self, index: int, image: memoryview) -> None:
-        """Writes file `index`, whose bytes are `image` (page-aligned, padded to whole pages); hashes it meanwhile."""
-        file = self.files[index]
-        failures: list[BaseException] = []
+        """Writes file `index`, whose bytes are `image` (page-aligned, padded to whole pages); hashes it in a thread.
 
-        def hash_all() -> None:
+        Hashing a file begins when it is written, the last one's meanwhile: the trainer is still copying the snapshot
+        when the first come, and needs the cores and the memory more than a checksum does.
+        """
+        file = self.files[index]
+        self._images_seen += 1
+        is_last = self._images_seen == len(self.files)
+        if is_last:
+            self._start_hashing(index, image)
+        write_file(self._path(index), image, file["size"], self._report)
+        if not is_last:
+            self._start_hashing(index, image)
+
+    def _start_hashing(self, index: int, image: memoryview) -> None:
+        previous = self._hashing[-1] if self._hashing else None
+
+        def hash_file() -> None:
+            if previous is not None:
+                previous.join()  # one at a time: the other cores are the trainer's
             try:
-                self._headers[index] = checksum(image[: file["header"]])
+                file = self.files[index]
                 for span, _, offset, size in file["spans"]:
                     self._chunks[span] = self._hash_span(image[offset : offset + size])
+                self._headers[index] = checksum(image[: file["header"]])
             except BaseException as error:
-                failures.append(error)
+                self._failures.append(error)
 
-        thread = threading.Thread(target=hash_all)
+        thread = threading.Thread(target=hash_file)
         try:
             thread.start()
         except RuntimeError:  # the system has no more threads to give
-            hash_all()
-        try:
-            write_file(self._path(index), image, file["size"], self._report)
-        finally:
-            if thread.ident is not None:
-                thread.join()
-        if failures:
-            raise failures[0]
+            hash_file()
+        else:
+            self._hashing.append(thread)
+
+    def _wait_for_hashing(self) -> None:
+        while self._hashing:
+            self._hashing.pop().join()
+        if self._failures:
+            raise self._failures[0]
 
     def write_stream(self, index: int, pieces: Iterator[Any]) -> None:
         """Writes file `index` from its header and then each of its spans, in file order; hashes while writing."""
@@ -151,6 +171,7 @@ class Attempt:
 
     def finish(self) -> None:
         """Commits: rank 0 when every rank's part is there; the others wait for that."""
+        self._wait_for_hashing()
         rank, world_size = self.control["rank"], self.control["world_size"]
         part = self._part()
         if rank != 0:
