@@ -1,0 +1,139 @@
+"""One command: run the race, print its table, write JSON, table and picture.
+
+    pip install -e '.[dev,race]'
+    python -m pip install --no-deps --target FOLDER ckptplan==0.1.0rc1
+    python -m tests.benchmarks.race --predecessor FOLDER --out docs
+
+``--no-time`` leaves the times out (FLOPs, bytes and gradients do not depend on what else the machine does).
+Each model's record is written when it is done; ``--resume`` takes those that the folder holds. Exits with 1 where
+a rival won anywhere, a budget was overstepped, a peak mispredicted, or a gradient differed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.benchmarks.race import report
+from tests.benchmarks.race.judging import is_won
+from tests.benchmarks.race.running import Settings, race
+from tests.benchmarks.race.subjects import MODELS, QUICK, SEED
+
+BUDGETS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2)
+ROUNDS = 8
+
+
+def main(arguments: list[str]) -> int:
+    options = _parse(arguments)
+    start_s = time.perf_counter()
+    options.out.mkdir(parents=True, exist_ok=True)
+    settings = Settings(
+        budgets=tuple(options.budgets),
+        rounds=0 if options.no_time else options.rounds,
+        leagues=tuple(options.leagues),
+        predecessor=options.predecessor,
+    )
+    whole = {
+        "schema": "ckptplan.race/1",
+        "command": "python -m tests.benchmarks.race",
+        "seed": SEED,
+        "settings": {**dataclasses.asdict(settings), "predecessor": settings.predecessor is not None},
+        "machine": _machine(),
+        "models": [_record(name, settings, options) for name in options.models],
+    }
+    whole["race_s"] = sum(record["race_s"] for record in whole["models"])
+    (options.out / "race.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    table = report.markdown(whole)
+    (options.out / "race.md").write_text(table, encoding="utf-8")
+    written = ["race.json", "race.md"]
+    if importlib.util.find_spec("matplotlib") is not None:
+        report.plot(whole, options.out / "race.svg")
+        written.append("race.svg")
+    print(table)
+    print(f"{', '.join(written)} in {options.out}; {time.perf_counter() - start_s:.0f} s")
+    return 0 if all(is_won(record["verdict"]) for record in whole["models"]) else 1
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.race",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    known = [*MODELS, *QUICK]
+    parser.add_argument("--models", nargs="+", choices=known, default=None, help=f"default: {', '.join(MODELS)}")
+    parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS, help="shares of the unplanned peak")
+    parser.add_argument("--leagues", nargs="+", choices=("eager", "compiled"), default=("eager", "compiled"))
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"steps timed of each kind (default {ROUNDS})")
+    parser.add_argument("--no-time", action="store_true", help="leave the times out")
+    parser.add_argument("--quick", action="store_true", help="small models, eager, no times: under a minute")
+    parser.add_argument("--predecessor", type=Path, help="the folder into which ckptplan==0.1.0rc1 was installed")
+    parser.add_argument("--resume", action="store_true", help="take the records of models that are there already")
+    parser.add_argument("--out", type=Path, default=Path("outputs/race"), help="default: outputs/race")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.no_time, options.leagues = True, ("eager",)
+    if options.models is None:
+        options.models = list(QUICK if options.quick else MODELS)
+    if options.predecessor is not None and not (options.predecessor / "ckptplan").is_dir():
+        parser.error(
+            f"--predecessor {options.predecessor} holds no package ckptplan; make it with: "
+            f"python -m pip install --no-deps --target {options.predecessor} ckptplan==0.1.0rc1"
+        )
+    if not all(0 < share <= 1 for share in options.budgets):
+        parser.error(f"--budgets {options.budgets}; expected shares of the unplanned peak, 0 < share <= 1")
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}; expected at least 1 (--no-time leaves the times out)")
+    return options
+
+
+def _record(name: str, settings: Settings, options: argparse.Namespace) -> dict[str, Any]:
+    path = options.out / f"race-{name}.json"
+    if options.resume and path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))
+    record = race(name, settings, lambda line: print(line, file=sys.stderr, flush=True))
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return record
+
+
+def _machine() -> dict[str, Any]:
+    packages = ("torch", "numpy", "scipy", "pulp", "pwlf", "matplotlib")
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in packages},
+        "threads": 1,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def _processor() -> str:
+    if Path("/proc/cpuinfo").exists():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

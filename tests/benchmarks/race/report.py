@@ -1,0 +1,164 @@
+"""The race as a table, as JSON and as a picture: from the records alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.race.judging import OURS, best_within, is_won, rivals
+
+Record = dict[str, Any]
+
+HEAD = "| budget | rival | plan | predicted | measured | kept | FLOPs | time | solve | gradients |"
+LOSSES = {
+    "lost_by_flops": "budgets at which a rival fits and runs fewer FLOPs",
+    "below_our_curve": "configurations below our curve of FLOPs, at any peak",
+    "lost_by_time": "budgets at which a rival fits and is faster beyond the spread",
+    "slower_than_dp": "budgets at which `optimal` is slower than `dp` beyond the spread",
+    "lost_compiled": "budgets at which a compiled rival fits and is faster than our compiled plan beyond the spread",
+    "violations": "budgets overstepped by ours",
+    "mispredicted": "peaks of ours predicted worse than to 1 %",
+    "other_flops_than_predicted": "plans of ours that run other FLOPs than predicted",
+    "unequal_gradients": "eager plans of ours whose gradients are not bitwise equal",
+}
+
+
+def markdown(report: Record) -> str:
+    """All tables, and the verdict before them."""
+    machine = report["machine"]
+    lines = [
+        "# The race",
+        "",
+        f"`{report['command']}`, {report['race_s'] / 60:.1f} minutes on {machine['processor']} "
+        f"({machine['cores']} cores, one thread used), torch {machine['torch']}, Python {machine['python']}, "
+        f"seed {report['seed']}.",
+        "",
+        "Peaks are bytes above what stands before a step (weights, gradients, batch), by the events of the CPU "
+        "allocator. Each rival is shown with its cheapest configuration whose measured peak keeps to the budget, "
+        "whatever budget it was made for; of ours, the plan made for this budget. FLOPs and time are shares of the "
+        "eager step without checkpointing: exact counts, and the minimum of "
+        f"{report['settings']['rounds']} interleaved steps with (median - minimum) / minimum as its spread. "
+        "The compiled league is timed only: a compiler shows no operators to count.",
+        "",
+        "## Verdict",
+        "",
+        *_verdict(report["models"]),
+    ]
+    for record in report["models"]:
+        lines += ["", *_model(record)]
+    return "\n".join(lines) + "\n"
+
+
+def _verdict(records: list[Record]) -> list[str]:
+    names = [record["model"] for record in records]
+    lines = [f"| | {' | '.join(names)} |", "| --- |" + " --- |" * len(names)]
+    for key, text in LOSSES.items():
+        lines.append(f"| {text} | {' | '.join(_count(record, key) for record in records)} |")
+    errors = [record["verdict"]["worst_prediction_error"] for record in records]
+    lines.append(f"| worst prediction error | {' | '.join('-' if e is None else f'{e:.4%}' for e in errors)} |")
+    lines.append("")
+    for record in records:
+        over = record["verdict"]["violations_of_rivals"]
+        if any(over.values()):
+            told = ", ".join(f"{rival} {count}" for rival, count in over.items() if count)
+            lines.append(f"- {record['model']}: budgets overstepped by rivals' own plans: {told}")
+        for key in LOSSES:
+            lines += [f"- {record['model']}, {key}: {fault}" for fault in record["verdict"][key]]
+    return [*lines, "", "Won." if all(is_won(record["verdict"]) for record in records) else "Not won."]
+
+
+def _count(record: Record, key: str) -> str:
+    timed = record["no_checkpointing"].get("time") is not None
+    if key in ("lost_by_time", "slower_than_dp") and not timed:
+        return "not timed"
+    if key == "lost_compiled" and not any(r.startswith(OURS) for r in rivals(record, "compiled")):
+        return "not raced"
+    return str(len(record["verdict"][key]))
+
+
+def _model(record: Record) -> list[str]:
+    plain = record["no_checkpointing"]
+    lines = [
+        f"## {record['model']}: {record['blocks']} blocks",
+        "",
+        f"Without checkpointing: peak {_mib(plain['peak_bytes'])}, {plain['flops']:.4g} FLOPs. "
+        f"Profiled in {record['profile_s']:.1f} s.",
+    ]
+    lines += [f"{rival}: {why}." for rival, why in record["not_installed"].items()]
+    for league in ("eager", "compiled"):
+        if rivals(record, league):
+            lines += ["", f"### {league}", "", HEAD, "| --- " * 10 + "|"]
+            for budget in record["budgets"]:
+                lines += [_row(record, league, rival, budget) for rival in rivals(record, league)]
+    return lines
+
+
+def _row(record: Record, league: str, rival: str, budget: Record) -> str:
+    start = f"| {budget['name']} = {_mib(budget['bytes'])} | {rival} |"
+    number = best_within(record, league, rival, budget["bytes"])
+    if number is None:
+        return f"{start} nothing that fits |" + " - |" * 7
+    c = record["configurations"][number]
+    time = c["time"]
+    cells = [
+        f"`{c['plan'] if len(c['plan']) <= 48 else c['plan'][:45] + '...'}`",
+        "-" if c["predicted_peak_bytes"] is None else _mib(c["predicted_peak_bytes"]),
+        _mib(c["peak_bytes"]),
+        _mib(c["kept_bytes"]),
+        "-" if c["flops_ratio"] is None else f"{c['flops_ratio']:.4f}",
+        "-" if time is None else f"{time['ratio']:.3f} ± {time['spread']:.3f}",
+        "-" if c["solve_s"] is None else f"{c['solve_s']:.3f} s",
+        "bitwise equal" if c["gradients_bitwise_equal"] else f"{c['gradients_max_rel_diff']:.1e} off",
+    ]
+    return f"{start} {' | '.join(cells)} |"
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.2f} MiB"
+
+
+def plot(report: Record, path: Path) -> None:
+    """Peak against FLOPs (eager) and against time (both leagues), a row of pictures for each model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "race"  # the same records give the same file
+    from matplotlib import pyplot
+
+    records = report["models"]
+    figure, axes = pyplot.subplots(len(records), 2, figsize=(13, 4.2 * len(records)), squeeze=False)
+    for record, (by_flops, by_time) in zip(records, axes, strict=True):
+        _panel(by_flops, record, lambda c: c["flops_ratio"], "FLOPs")
+        _panel(by_time, record, lambda c: None if c["time"] is None else c["time"]["ratio"], "time")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
+def _panel(axes: Any, record: Record, ratio: Any, what: str) -> None:
+    plain_bytes = record["no_checkpointing"]["peak_bytes"]
+    markers = "o^sDvP*Xhd<>"
+    numbered = [(league, rival) for league in ("eager", "compiled") for rival in rivals(record, league)]
+    for number, (league, rival) in enumerate(numbered):
+        points = sorted(
+            (c["peak_bytes"] / plain_bytes, ratio(c))
+            for c in record["configurations"]
+            if (c["league"], c["rival"]) == (league, rival) and ratio(c) is not None
+        )
+        if not points:
+            continue
+        is_ours = rival.startswith(OURS)
+        axes.plot(
+            *zip(*points, strict=True),
+            marker=markers[number % len(markers)],
+            linestyle="-" if is_ours else "",
+            markersize=7 if is_ours else 5,
+            markerfacecolor=None if league == "eager" else "none",
+            label=f"{rival}{'' if league == 'eager' else ' (compiled)'}",
+        )
+    axes.set_title(f"{record['model']}: {what}")
+    axes.set_xlabel("measured peak / peak without checkpointing")
+    axes.set_ylabel(f"{what} / eager step without checkpointing")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend(fontsize=7)
