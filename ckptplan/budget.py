@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckptplan.config import RunConfig, config_error
-from ckptplan.errors import PlanIncompatibleError
+from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError
 from ckptplan.optim import optimizer_state_bytes
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import least_flat_peak, least_nested_peak, plan_checkpoints, smallest_reachable
@@ -97,6 +97,10 @@ def plan_for_budget(profile: ChainProfile, config: RunConfig, static: StaticByte
             on_infeasible="best_effort" if is_forced else "raise",
             **options,
         )
+    except InfeasibleTargetError as error:
+        if error.budget_bytes is not None:
+            error.budget_bytes += margin  # what was asked for
+        raise
     except PlanIncompatibleError as error:
         for key, given in (("planner.text", config.planner.text), ("planner.path", config.planner.path)):
             if given is not None:

@@ -32,7 +32,8 @@ from ckptplan.config import (
 )
 from ckptplan.console import DISK_FULL, lasting_output
 from ckptplan.errors import CkptplanError, ConfigError
-from ckptplan.sweeps import EXIT_BAD_CONFIG, SweepTerminated
+from ckptplan.jobs import EXIT_BAD_CONFIG
+from ckptplan.sweeps import SweepTerminated, newest_sweep
 
 CONFIG_NAME = "train"
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
@@ -107,6 +108,7 @@ def prepare_hydra(*, reserve_folders: bool) -> RunFolders:
     register_schema()
     folders = RunFolders(reserve_folders)
     OmegaConf.register_new_resolver("run_folder", folders, replace=True)
+    OmegaConf.register_new_resolver("sweep_folder", folders.of_sweep, replace=True)
     OmegaConf.register_new_resolver("job_folder", _job_folder, replace=True)
     return folders
 
@@ -120,11 +122,29 @@ class RunFolders:
     def __init__(self, reserve: bool) -> None:
         self._reserve = reserve
         self._by_root: dict[str, str] = {}
+        self._resumed: dict[str, str] = {}  # folders of earlier sweeps, which are not ours to remove
 
     def __call__(self, root: str) -> str:
         if root not in self._by_root:
             self._by_root[root] = str(fresh_folder(Path(root), create=self._reserve))
         return self._by_root[root]
+
+    def of_sweep(self, root: str, *, _root_: DictConfig) -> str:
+        """The resolver ``sweep_folder``: a fresh one, or with ``sweep.resume`` that of the sweep to go on with.
+
+        A name that leads nowhere gets a fresh one too; the launcher says so.
+        """
+        if root not in self._by_root | self._resumed:
+            resume = OmegaConf.select(_root_, "sweep.resume")
+            found = None
+            if isinstance(resume, str):
+                found = next((path for path in (Path(resume), Path(root) / resume) if path.is_dir()), None)
+            elif resume is True:
+                found = newest_sweep(Path(root), OmegaConf.select(_root_, "hydra.overrides.task") or ())
+            if found is None:
+                return self(root)
+            self._resumed[root] = str(found.absolute())
+        return (self._by_root | self._resumed)[root]
 
     def remove_unused(self) -> None:
         """Take away the folders of runs that never began: they hold nothing, or only Hydra's multirun.yaml."""
@@ -169,6 +189,11 @@ def _job_folder(*, _root_: DictConfig) -> str:
 def _run_hydra(arguments: list[str]) -> int:
     import hydra
 
+    if "--version" in arguments:  # Hydra's own flag would print Hydra's version
+        from ckptplan import __version__
+
+        print(f"ckptplan {__version__}")
+        return 0
     arguments = overrides_together(arguments)
     options = parse_arguments(arguments)
     is_run = not _only_asks(options)
@@ -379,10 +404,17 @@ def _job(config: DictConfig) -> int:
         if loaded.planner.path is not None:  # it may lead through "latest", which is about to point here
             path = str(Path(loaded.planner.path).resolve())
             loaded = replace(loaded, planner=replace(loaded.planner, path=path))
-        point_latest_at(folder, Path(loaded.output_dir))
         from ckptplan.run import run_job
 
-        return run_job(loaded, resolved=resolved, folder=folder, overrides=list(hydra_config.overrides.task))
+        overrides, output_dir = list(hydra_config.overrides.task), Path(loaded.output_dir)
+        # A run that turns out to be none leaves "latest" where it was.
+        return run_job(
+            loaded,
+            resolved=resolved,
+            folder=folder,
+            overrides=overrides,
+            on_begin=lambda: point_latest_at(folder, output_dir),
+        )
     except ConfigError as error:
         return _report(error, EXIT_BAD_CONFIG, folder)
     except CkptplanError as error:

@@ -59,6 +59,7 @@ DEFAULT_BUDGET_FRAC = 0.5
 
 # Keys that do not change what a run computes: they stay out of the config hash.
 UNHASHED_KEYS = ("hydra", "logger", "resume", "state", "name", "output_dir", "sweep", "log_every")
+UNHASHED_PROFILE_KEYS = ("cache", "options")
 
 # Groups that leave no key of their own in the composed config.
 WHOLE_RUN_GROUPS = ("experiment", "debug")
@@ -129,10 +130,16 @@ class LoggerConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Untimed and timed runs of each kind of block."""
+    """Untimed and timed runs of each kind of block.
+
+    ``cache``: folder of profiles that runs share; None: every run measures. ``options``: measure options inside blocks
+    whatever the planner; None: for planners that choose them.
+    """
 
     num_warmup: int = 2
     num_trials: int = 5
+    cache: str | None = None
+    options: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -146,10 +153,18 @@ class ProofConfig:
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """``fail_fast``: stop at the first failed job. ``timeout_s``: seconds a job may take, None for no limit."""
+    """How the jobs of a multirun are run.
+
+    ``fail_fast``: start no more jobs after one that failed. ``timeout_s``: seconds a job may take, None for no limit.
+    ``parallel``: jobs at once. ``devices``: CUDA devices for jobs to take in turn, one job on each.
+    ``resume``: true, or a sweep's folder: run only what is missing or failed there.
+    """
 
     fail_fast: bool = False
     timeout_s: float | None = None
+    parallel: int = 1
+    devices: list[int] = field(default_factory=list)
+    resume: Any = False
 
 
 @dataclass(frozen=True)
@@ -451,6 +466,8 @@ def config_yaml(resolved: Mapping[str, Any]) -> str:
 def config_hash(resolved: Mapping[str, Any]) -> str:
     """64 hex digits over what a run computes: the resolved config without ``UNHASHED_KEYS``."""
     hashed = {key: value for key, value in resolved.items() if key not in UNHASHED_KEYS}
+    if isinstance(hashed.get("profile"), Mapping):
+        hashed["profile"] = {k: v for k, v in hashed["profile"].items() if k not in UNHASHED_PROFILE_KEYS}
     text = json.dumps(hashed, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -518,6 +535,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str, object]] = {
     "profile.num_trials": (lambda n: n >= 1, "1 or more", 5),
     "proof.latency_trials": (lambda n: n >= 0, "0 or more", 5),
     "proof.latency_warmup": (lambda n: n >= 0, "0 or more", 1),
+    "sweep.parallel": (lambda n: n >= 1, "1 or more", 1),
     "sweep.timeout_s": (lambda seconds: seconds > 0, "seconds above 0, or null for no limit", 600),
 }
 
@@ -541,6 +559,7 @@ def _check_choices(config: RunConfig) -> None:
     check_choice("cost", config.cost, ("time", "flops"))
     check_choice("scheduler.kind", config.scheduler.kind, ("constant", "cosine", "linear"))
     check_choice("logger.kind", config.logger.kind, ("none", "csv", "wandb"))
+    _check_sweep(config.sweep)
     check_choice("logger.mode", config.logger.mode, ("offline", "auto", "online", "disabled"))
     planner = config.planner
     check_choice("planner.name", planner.name, (*PLANNER_NAMES, *PLAN_SOURCES))
@@ -552,6 +571,18 @@ def _check_choices(config: RunConfig) -> None:
             raise config_error(key, value, f"planner={name} needs it", remedy=f"planner={name} {example}")
         if planner.name != name and value:
             raise config_error(key, value, f"only planner={name} reads it", remedy=f"planner={name} {example}")
+
+
+def _check_sweep(sweep: SweepConfig) -> None:
+    if not (sweep.resume is None or (isinstance(sweep.resume, (bool, str)) and sweep.resume != "")):
+        problem = "expected true, false or the folder of a sweep"
+        raise config_error("sweep.resume", sweep.resume, problem, remedy="sweep.resume=true")
+    if len(set(sweep.devices)) < len(sweep.devices) or any(number < 0 for number in sweep.devices):
+        problem = "expected numbers of CUDA devices, each once"
+        raise config_error("sweep.devices", sweep.devices, problem, remedy="'sweep.devices=[0,1]'")
+    if sweep.devices and sweep.parallel not in (1, len(sweep.devices)):
+        problem = f"{len(sweep.devices)} devices run {len(sweep.devices)} jobs at once"
+        raise config_error("sweep.parallel", sweep.parallel, problem, remedy="leave sweep.parallel out")
 
 
 def _check_nodes(config: RunConfig) -> None:

@@ -18,6 +18,10 @@ class ConfigError(CkptplanError):
     """The run description is wrong: the message names key, value, what is allowed and the remedy."""
 
 
+class TargetImportError(ConfigError):
+    """``_target_`` names something in a module that cannot be imported: it raises, or needs what is missing."""
+
+
 class BlockDeclarationError(CkptplanError):
     """The declared blocks do not form a chain of distinct submodules of the model."""
 

@@ -73,6 +73,13 @@ class ErrorRecord:
 
 
 @dataclass(slots=True)
+class ProfileRecord:
+    source: str | None = None  # "measured" by this run, or "shared": read from a file that another run wrote
+    file: str | None = None  # the file that runs share
+    measured_s: float | None = None  # what measuring took, whoever did it
+
+
+@dataclass(slots=True)
 class PlanRecord:
     text: str | None = None
     digest: str | None = None
@@ -163,6 +170,7 @@ class RunResult:
     config_hash: str | None = None
     name: str | None = None
     planner: str | None = None
+    profile: ProfileRecord = field(default_factory=ProfileRecord)
     plan: PlanRecord = field(default_factory=PlanRecord)
     model: str | None = None
     data: str | None = None

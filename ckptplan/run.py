@@ -11,7 +11,7 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from torch import nn
 
 from ckptplan.apply import checkpointed
 from ckptplan.benchmark import percentile
-from ckptplan.blocks import BlockSelection, select_blocks
+from ckptplan.blocks import BlockSelection, model_fingerprint, select_blocks
 from ckptplan.budget import StaticBytes, plan_for_budget, static_bytes
-from ckptplan.config import PlannerConfig, RunConfig, config_hash, config_yaml
+from ckptplan.config import PlannerConfig, RunConfig, config_error, config_hash, config_yaml
 from ckptplan.data import Batch
 from ckptplan.data.spec import explain_mismatch
 from ckptplan.discovery import find_blocks
@@ -34,6 +34,7 @@ from ckptplan.errors import (
     CkptplanError,
     ConfigError,
     InfeasibleTargetError,
+    PlanIncompatibleError,
     RunInterruptedError,
     StepMismatchError,
     UnsupportedBoundaryError,
@@ -42,6 +43,7 @@ from ckptplan.measure import profile_model
 from ckptplan.optim import learning_rate_schedule
 from ckptplan.plan import CheckpointDecision, CheckpointPlan
 from ckptplan.planners import PLANNERS_WITH_OPTIONS
+from ckptplan.profile_cache import SharedProfile, profile_key, shared_profile
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 from ckptplan.proof import GradientCheck, StepProof, is_out_of_memory, pair_of_model, prove_model
 from ckptplan.randomness import random_state_restored
@@ -51,6 +53,7 @@ from ckptplan.record import (
     GradientsRecord,
     LatencyRecord,
     PlanRecord,
+    ProfileRecord,
     RunRecorder,
     RunResult,
     StepTimes,
@@ -61,7 +64,7 @@ from ckptplan.record import (
 )
 from ckptplan.report.tables import plan_table, result_table
 from ckptplan.runtime import Runtime, choose_runtime
-from ckptplan.simulate import PlanCost, simulate_plan
+from ckptplan.simulate import PlanCost, no_checkpoint_peak, simulate_plan
 from ckptplan.stopping import StopFlag
 from ckptplan.subject import LossFn, Trials
 from ckptplan.targets import call_partial, instantiate
@@ -76,13 +79,21 @@ NOISY_SPREAD = 0.1  # standard deviation over median of step times, above which 
 MOST_PREDICTION_ERROR = 0.01  # the promise: predicted and measured peak differ by at most 1 %
 
 
-def run_job(config: RunConfig, *, resolved: dict[str, Any], folder: Path, overrides: list[str]) -> int:
+def run_job(
+    config: RunConfig,
+    *,
+    resolved: dict[str, Any],
+    folder: Path,
+    overrides: list[str],
+    on_begin: Callable[[], None] = lambda: None,
+) -> int:
     """Do everything a run does and return its exit code (docs/design.md, section 7).
 
     Args:
         config, resolved: the run, typed and as plain resolved values.
         folder: an empty folder that exists; all files of the run go there.
         overrides: what was typed, for the record.
+        on_begin: called once the configuration is known to describe a run, before anything is measured.
 
     Raises:
         ConfigError: the configuration does not describe a run.
@@ -104,7 +115,7 @@ def run_job(config: RunConfig, *, resolved: dict[str, Any], folder: Path, overri
     write_atomic(folder / "config.yaml", config_yaml(resolved))
     start_s = time.perf_counter()
     with RunRecorder(folder) as recorder, StopFlag() as stop:
-        run = _Run(config, folder, result, recorder, tracker, stop)
+        run = _Run(config, folder, result, recorder, tracker, stop, on_begin)
         try:
             with _ended(result, stop):
                 run.all_stages(resolved)
@@ -122,6 +133,7 @@ def _ended(result: RunResult, stop: StopFlag) -> Iterator[None]:
     except InfeasibleTargetError as error:
         result.status, result.error = "infeasible", ErrorRecord(type(error).__name__, str(error))
         result.memory.smallest_reachable_bytes = error.smallest_reachable_bytes
+        result.budget.bytes = error.budget_bytes
         log.error("no plan fits: %s", error)
         if error.smallest_reachable_bytes is not None:
             log.error("the least budget that works here: budget_bytes=%d", error.smallest_reachable_bytes)
@@ -168,6 +180,7 @@ class _Run:
     recorder: RunRecorder
     tracker: Tracker
     stop: StopFlag
+    on_begin: Callable[[], None]
 
     def __post_init__(self) -> None:
         self.console = Console()
@@ -180,6 +193,8 @@ class _Run:
         batch = to_device(next(iter(data.epoch_batches(0))), runtime.device)
         self.require_fit(model, batch, runtime)
         selection = self.select_blocks(model, batch, runtime)
+        self.check_given_plan(selection)
+        self.on_begin()
         self.tracker.start(resolved, self.config.name or self.folder.name, self.config.logger.group)
         self.is_started = True
         make_optimizer = instantiate(self.config.optimizer, "optimizer")
@@ -246,6 +261,16 @@ class _Run:
         log.info("blocks: %d, from %s%s", len(selection.blocks), selection.source, left)
         return selection
 
+    def check_given_plan(self, selection: BlockSelection) -> None:
+        """A plan that the user wrote speaks of other blocks: told before anything is measured."""
+        text = self.config.planner.text
+        if text is None:
+            return
+        try:
+            CheckpointPlan.from_text(text, [block.block_id for block in selection.blocks])
+        except PlanIncompatibleError as error:
+            raise config_error("planner.text", text, str(error)) from error
+
     def count_static_bytes(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> StaticBytes:
         static = static_bytes(model, optimizer, batch)
         self.result.memory.weights_bytes = static.weights_bytes
@@ -257,8 +282,11 @@ class _Run:
 
     def profile(self, model: nn.Module, selection: BlockSelection, batch: Batch, runtime: Runtime) -> ChainProfile:
         start_s = time.perf_counter()
-        try:
-            profile = profile_model(
+        with_options = self.measures_options()
+
+        def measure() -> ChainProfile:
+            log.info("profiling %d blocks ...", len(selection.blocks))
+            return profile_model(
                 model,
                 selection.blocks,
                 batch,
@@ -266,26 +294,64 @@ class _Run:
                 device=runtime.device,
                 num_warmup=self.config.profile.num_warmup,
                 num_trials=self.config.profile.num_trials,
-                selective=self.measures_options(),
+                selective=with_options,
                 check_stop=self.stop.check,
             )
+
+        try:
+            if self.config.profile.cache is None:
+                profile = measure()
+                self.result.profile = ProfileRecord("measured", None, time.perf_counter() - start_s)
+            else:
+                key = self.profile_key(model, batch, runtime)
+                shared = shared_profile(
+                    Path(self.config.profile.cache),
+                    key,
+                    measure,
+                    with_options=with_options,
+                    fingerprint=model_fingerprint(selection.blocks),
+                    check_stop=self.stop.check,
+                )
+                profile = self.take_shared(shared)
         except (BlockDeclarationError, UnsupportedBoundaryError) as error:
             raise ConfigError(f"{error}\n  see blocks.paths in docs/configuration.md") from error
         profile.save(self.folder / "profile.json")
         self.result.timing.profile_s = time.perf_counter() - start_s
         kinds = len({block.kind for block in profile})
         of_kinds = f"{kinds} kind" if kinds == 1 else f"{kinds} kinds"
-        log.info("profile: %d blocks of %s measured in %.1f s", len(profile), of_kinds, self.result.timing.profile_s)
+        how = "measured" if self.result.profile.source == "measured" else f"read from {self.result.profile.file}"
+        log.info("profile: %d blocks of %s %s in %.1f s", len(profile), of_kinds, how, self.result.timing.profile_s)
         return profile
+
+    def profile_key(self, model: nn.Module, batch: Batch, runtime: Runtime) -> str:
+        config = self.config
+        settings = {
+            "model": config.model,
+            "data": {key: value for key, value in config.data.items() if key != "seed"},
+            "blocks": config.blocks.paths,
+            "dtype": str(config.runtime.dtype),
+            "trials": [config.profile.num_warmup, config.profile.num_trials],
+        }
+        return profile_key(model, (batch.inputs, batch.targets), settings, runtime.device_name)
+
+    def take_shared(self, shared: SharedProfile) -> ChainProfile:
+        for note in shared.notes:
+            log.warning("%s", note)
+            self.result.notes.append(note)
+        source = "measured" if shared.is_new else "shared"
+        self.result.profile = ProfileRecord(source, shared.path and str(shared.path), shared.measured_s)
+        return shared.profile
 
     def measures_options(self) -> bool:
         """Whether options inside blocks are found and measured: for planners that choose them, and plans that do."""
-        if not _wants_options(self.config.planner):
+        wants = _wants_options(self.config.planner)
+        if not (wants or self.config.profile.options):
             return False
         if importlib.util.find_spec("scipy") is None:
-            self.result.notes.append(
-                "options inside blocks were left out: finding them needs scipy (pip install -e '.[solvers]')"
-            )
+            if wants:
+                self.result.notes.append(
+                    "options inside blocks were left out: finding them needs scipy (pip install -e '.[solvers]')"
+                )
             return False
         return True
 
@@ -293,6 +359,7 @@ class _Run:
         start_s = time.perf_counter()
         target = self.config.target
         self.result.budget = BudgetRecord(kind=target.key, value=target.value)
+        self.result.memory.no_checkpoint_predicted_peak_bytes = no_checkpoint_peak(profile)
         planned = plan_for_budget(profile, self.config, static, torch.device(self.result.device or "cpu"))
         plan, memory = planned.plan, self.result.memory
         if planned.note is not None:
@@ -316,7 +383,7 @@ class _Run:
         self.result.latency.predicted_overhead_ratio = _overhead(profile, cost)
         self.result.latency.recompute_flops_ratio = _flops_ratio(profile, cost)
         plan.save(self.folder / "plan.json")
-        plan_table(profile, plan, self.console)
+        plan_table(profile, plan, self.console, planner=self.config.planner.name)
         self._track_plan(profile, plan, cost)
         return plan
 
@@ -331,6 +398,7 @@ class _Run:
     def prove(
         self, model: nn.Module, plan: CheckpointPlan, profile: ChainProfile, batch: Batch, runtime: Runtime
     ) -> StepProof:
+        log.info("proving the plan by real steps, with and without it ...")
         is_half = runtime.autocast_dtype is not None or runtime.parameter_dtype is not torch.float32
         rtol = RTOL_HALF if is_half else RTOL_FLOAT32
         proof = prove_model(

@@ -1,4 +1,4 @@
-"""Many runs: each job in a process of its own, one at a time, and one table at the end. Torch-free.
+"""Many runs: each job in a process of its own, one at a time unless asked otherwise, and one table. Torch-free.
 
 A job that dies, hangs or raises costs only itself: whatever happens it leaves a ``result.json``, and the others go on.
 """
@@ -6,49 +6,35 @@ A job that dies, hangs or raises costs only itself: whatever happens it leaves a
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
-import json
 import logging
-import os
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from ckptplan.config import SweepConfig
 from ckptplan.errors import CkptplanError
-from ckptplan.record import ErrorRecord, RunResult, load_result, write_atomic
-from ckptplan.units import format_bytes, format_percent, format_seconds
+from ckptplan.jobs import CONSOLE_FILE, Job, RunningJob, last_lines, stop_jobs
+from ckptplan.record import load_result
+from ckptplan.sweep_table import describe, table_row, text_table, write_table
+from ckptplan.units import format_seconds
 
 log = logging.getLogger(__name__)
 
 # A job with one of these has given an answer; any other status makes the sweep fail.
 FINE_STATUSES = ("ok", "infeasible", "over_budget", "oom")
-EXIT_BAD_CONFIG = 2
-STOP_GRACE_S = 30.0  # what a job gets to end after a signal before it is killed
-CONSOLE_FILE = "console.log"
+POLL_S = 0.1
+EARLIER = "earlier"  # folder of attempts that were run again
 
-
-@dataclass(frozen=True)
-class Job:
-    """One job of a sweep.
-
-    Attributes:
-        overrides: what the job was asked for, as typed ("planner=dp").
-        command: the whole command line of its process.
-        result: what is known of it before it runs; its ``result.json`` where the job cannot write one itself.
-    """
-
-    index: int
-    overrides: tuple[str, ...]
-    folder: Path
-    command: tuple[str, ...]
-    result: RunResult
+Result = dict[str, Any]
 
 
 class SweepTerminated(KeyboardInterrupt):
@@ -59,119 +45,121 @@ class SweepTerminated(KeyboardInterrupt):
         self.signal_number = int(signal_number)
 
 
-def run_jobs(jobs: Sequence[Job], folder: Path, *, fail_fast: bool = False, timeout_s: float | None = None) -> None:
-    """Run the jobs one after the other; the table in ``folder`` grows with each, and is printed at the end.
+def run_jobs(
+    jobs: Sequence[Job],
+    folder: Path,
+    settings: SweepConfig | None = None,
+    done: Mapping[int, Result] | None = None,
+) -> list[tuple[Job, Result]]:
+    """Run the jobs; the table in ``folder`` grows with each, and is printed at the end.
 
+    Args:
+        settings: how many at once, how long each, whether a failure stops the rest.
+        done: job index -> result of a job that an earlier sweep finished; it is not run.
+
+    Returns jobs with their results, in the order of ``jobs``.
     Raises ``CkptplanError`` at the end if a job failed, ``KeyboardInterrupt`` where the user stopped the sweep.
     """
-    log.info(f"{len(jobs)} jobs, one at a time, each in a process of its own, below {folder}")
-    for job in jobs:
-        log.info(f"  {job.index:3d}  {' '.join(job.overrides) or '(the defaults)'}")
-    results: list[dict[str, Any]] = []
+    settings = settings or SweepConfig()
+    results = dict(done or {})
+    announce(jobs, folder, settings, results)
+    running: list[RunningJob] = []
     try:
         with _signals_interrupt():
-            for result in _run_each(jobs, fail_fast, timeout_s):
-                results.append(result)
-                write_table(_rows(jobs, results), results, folder)
+            left = [job for job in jobs if job.index not in results]
+            for job, result in _run_each(left, common_overrides(jobs), settings, running):
+                results[job.index] = result
+                write_table(_rows(jobs, results), [result for _, result in _pairs(jobs, results)], folder)
+    except BaseException as error:  # Ctrl-C, or something of our own that fails: no job is left running alone
+        asked = int(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+        asked = error.signal_number if isinstance(error, SweepTerminated) else asked
+        results |= {job.index: result for job, result in stop_jobs(running, asked)}
+        raise
     finally:
         rows = _rows(jobs, results)
-        write_table(rows, results, folder)
+        write_table(rows, [result for _, result in _pairs(jobs, results)], folder)
         print(text_table(rows))
         print(f"{folder / 'results.md'}  results.csv  results.jsonl")
     failed = [row["job"] for row in rows if row["status"] not in FINE_STATUSES]
     if failed:
         not_run = f"; {len(jobs) - len(rows)} were not started" if len(rows) < len(jobs) else ""
-        raise CkptplanError(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)} (in {folder}){not_run}")
-
-
-def _rows(jobs: Sequence[Job], results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [table_row(result, job) for job, result in zip(jobs, results, strict=False)]
-
-
-def _run_each(jobs: Sequence[Job], fail_fast: bool, timeout_s: float | None) -> Iterator[dict[str, Any]]:
-    """The result of each job as it ends, also of the one that the user stopped."""
-    started = time.monotonic()
-    for count, job in enumerate(jobs, start=1):
-        log.info(f"[{count}/{len(jobs)}] {' '.join(job.overrides)}")
-        try:
-            result = run_in_process(job, timeout_s)
-        except KeyboardInterrupt:
-            yield read_result(job)
-            raise
-        left_s = (time.monotonic() - started) / count * (len(jobs) - count)
-        log.info(f"    {describe(result)}{f'; about {format_seconds(left_s)} to go' if count < len(jobs) else ''}")
-        if result["status"] not in FINE_STATUSES:
-            log.info(_indented_tail(job.folder / CONSOLE_FILE))
-        yield result
-        if fail_fast and result["status"] not in FINE_STATUSES:
-            return
-
-
-# --- one job ----------------------------------------------------------------------------------------------------------
-
-
-def run_in_process(job: Job, timeout_s: float | None = None) -> dict[str, Any]:
-    """Run one job to its end and return its result; a job that wrote none gets one (failed, timeout, interrupted)."""
-    job.folder.mkdir(parents=True, exist_ok=True)
-    package_root = str(Path(__file__).resolve().parent.parent)
-    paths = [package_root, os.environ.get("PYTHONPATH", "")]
-    environment = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    with (job.folder / CONSOLE_FILE).open("ab") as console:
-        # A session of its own: the job gets signals from us only, and can be killed with all its children.
-        process = subprocess.Popen(
-            job.command, stdout=console, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        again = "; sweep.resume=true with the same command runs only those" if len(jobs) > len(failed) else ""
+        raise CkptplanError(
+            f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)} (in {folder}){not_run}{again}"
         )
-        try:
-            exit_code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            stop(process, signal.SIGTERM)
-            return _complete(job, "timeout", ErrorRecord("timeout", f"still running after {timeout_s:g} s"))
-        except KeyboardInterrupt as error:
-            asked = signal.Signals(error.signal_number if isinstance(error, SweepTerminated) else signal.SIGINT)
-            stop(process, asked)
-            _complete(job, "interrupted", ErrorRecord("interrupted", "the sweep was stopped", signal=asked.name))
-            raise
-    if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        hint = "; often the system, out of memory" if name == "SIGKILL" else ""
-        return _complete(job, "failed", ErrorRecord(name, f"ended by {name}{hint}", signal=name))
-    if not (job.folder / "result.json").exists():
-        kind = "ConfigError" if exit_code == EXIT_BAD_CONFIG else f"exit code {exit_code}"
-        message = _last_lines(job.folder / CONSOLE_FILE) or "no output"
-        return _complete(job, "failed", ErrorRecord(kind, message))
-    return read_result(job)
+    return _pairs(jobs, results)
 
 
-def stop(process: subprocess.Popen[bytes], signal_number: int) -> None:
-    """Ask the process to end, wait ``STOP_GRACE_S``, then kill it with its children."""
-    process.send_signal(signal_number)
-    try:
-        process.wait(STOP_GRACE_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        log.info("    still running; killed")
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def announce(jobs: Sequence[Job], folder: Path, settings: SweepConfig, done: Mapping[int, Result]) -> None:
+    """The list of jobs, before the first starts."""
+    count = len(_slots(settings))
+    at_once = "one at a time" if count == 1 else f"{count} at once"
+    log.info(f"{len(jobs)} jobs, {at_once}, each in a process of its own, below {folder}")
+    common = common_overrides(jobs)
+    if common:
+        log.info(f"  all with {' '.join(common)}")
+    for job in jobs:
+        mark = f"  (done: {done[job.index]['status']})" if job.index in done else ""
+        log.info(f"  {job.index:3d}  {_own_overrides(job, common)}{mark}")
+    if done:
+        log.info(f"{len(done)} are done already, {len(jobs) - len(done)} are left")
 
 
-def read_result(job: Job) -> dict[str, Any]:
-    """The job's ``result.json``; where that is missing or torn, what we know with status failed."""
-    try:
-        return load_result(job.folder)
-    except (OSError, CkptplanError) as error:
-        return _complete(job, "failed", ErrorRecord("no result", str(error)))
+def common_overrides(jobs: Sequence[Job]) -> tuple[str, ...]:
+    """What all jobs were asked for, in the order typed; nothing where there is one job only."""
+    if len(jobs) < 2:
+        return ()
+    return tuple(text for text in jobs[0].overrides if all(text in job.overrides for job in jobs))
 
 
-def _complete(job: Job, status: str, error: ErrorRecord) -> dict[str, Any]:
-    """Write ``result.json`` for a job that ended badly: what it wrote itself, with ``status`` and ``error`` on top."""
-    try:
-        result = load_result(job.folder)
-    except (OSError, CkptplanError):
-        result = job.result.to_dict()
-    result |= {"status": status, "error": result["error"] or asdict(error)}
-    write_atomic(job.folder / "result.json", json.dumps(result, indent=2) + "\n")
-    return result
+def _own_overrides(job: Job, common: Sequence[str]) -> str:
+    return " ".join(text for text in job.overrides if text not in common) or "(nothing more)"
+
+
+def _pairs(jobs: Sequence[Job], results: Mapping[int, Result]) -> list[tuple[Job, Result]]:
+    return [(job, results[job.index]) for job in jobs if job.index in results]
+
+
+def _rows(jobs: Sequence[Job], results: Mapping[int, Result]) -> list[dict[str, Any]]:
+    return [table_row(result, job) for job, result in _pairs(jobs, results)]
+
+
+def _slots(settings: SweepConfig) -> list[int | None]:
+    """What each job that runs at the same time gets: a CUDA device, or None."""
+    return list(settings.devices) or [None] * settings.parallel
+
+
+def _run_each(
+    jobs: Sequence[Job], common: Sequence[str], settings: SweepConfig, running: list[RunningJob]
+) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Each job with its result as it ends; ``running`` holds those that were started and have not ended."""
+    started_s = time.monotonic()
+    waiting, free = deque(enumerate(jobs, start=1)), _slots(settings)
+    numbers: dict[int, int] = {}
+    ended = 0
+    while waiting or running:
+        while waiting and free:
+            number, job = waiting.popleft()
+            numbers[job.index] = number
+            log.info(f"[{number}/{len(jobs)}] {_own_overrides(job, common)}")
+            running.append(RunningJob(job, settings.timeout_s, free.pop(0)))
+        over = [one for one in running if one.has_ended() or one.is_late()]
+        if not over:
+            time.sleep(POLL_S)
+        for one in over:
+            result = one.result() if one.has_ended() else one.time_out()
+            running.remove(one)
+            free.append(one.device)
+            ended += 1
+            failed = result["status"] not in FINE_STATUSES
+            if failed and settings.fail_fast:
+                waiting.clear()
+            left_s = (time.monotonic() - started_s) / ended * (len(waiting) + len(running))
+            to_go = f"; about {format_seconds(left_s)} to go" if waiting or running else ""
+            log.info(f"[{numbers[one.job.index]}/{len(jobs)}] {describe(result)}{to_go}")
+            if failed:
+                log.info(_indented_tail(one.job.folder / CONSOLE_FILE))
+            yield one.job, result
 
 
 @contextlib.contextmanager
@@ -198,91 +186,60 @@ def _signals_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _last_lines(path: Path, count: int = 5) -> str:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    except OSError:
-        return ""
-    return "\n".join(lines[-count:])
-
-
 def _indented_tail(path: Path) -> str:
-    return "\n".join(f"      {line}" for line in _last_lines(path).splitlines() or [f"nothing in {path}"])
+    return "\n".join(f"      {line}" for line in last_lines(path).splitlines() or [f"nothing in {path}"])
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
-
-# Column -> path in result.json. The first ones are printed; the files hold all.
-_COLUMNS: dict[str, tuple[str, ...]] = {
-    "status": ("status",),
-    "planner": ("planner",),
-    "budget": ("budget", "value"),
-    "seed": ("seed",),
-    "budget_bytes": ("budget", "bytes"),
-    "measured_peak_bytes": ("memory", "measured_peak_bytes"),
-    "overhead_ratio": ("latency", "overhead_ratio"),
-    "recomputed": ("plan", "recomputed"),
-    "last_loss": ("training", "last_loss"),
-    "budget_kind": ("budget", "kind"),
-    "predicted_peak_bytes": ("memory", "predicted_peak_bytes"),
-    "prediction_error": ("memory", "prediction_error"),
-    "within_budget": ("memory", "within_budget"),
-    "smallest_reachable_bytes": ("memory", "smallest_reachable_bytes"),
-    "step_ms": ("latency", "step_ms", "p50"),
-    "gradients_passed": ("gradients", "passed"),
-    "plan": ("plan", "text"),
-    "config_hash": ("config_hash",),
-    "error": ("error", "message"),
-}
-_PRINTED = ("job", *list(_COLUMNS)[:9])
+# --- going on with an earlier sweep -----------------------------------------------------------------------------------
 
 
-def table_row(result: Mapping[str, Any], job: Job) -> dict[str, Any]:
-    """One flat row per job; what a job did not find out is None. Seed and config hash allow any grouping."""
-    row: dict[str, Any] = {"index": job.index, "job": job.folder.name}
-    for column, path in _COLUMNS.items():
-        value: Any = result
-        for key in path:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        row[column] = value
-    return row
+def finished_jobs(jobs: Sequence[Job], folder: Path) -> dict[int, tuple[Path, Result]]:
+    """Job index -> folder and result of the job of ``folder`` that computed the same and gave an answer.
+
+    Jobs are the same if their config hashes are; each folder stands for one job only.
+    """
+    there: dict[str, deque[tuple[Path, Result]]] = {}
+    for path in sorted(folder.glob("*/result.json")):
+        try:
+            result = load_result(path)
+        except (OSError, CkptplanError) as error:
+            log.info(f"{path.parent.name} is run again: {error}")
+            continue
+        if result["status"] in FINE_STATUSES:
+            there.setdefault(str(result["config_hash"]), deque()).append((path.parent, result))
+    found = {}
+    for job in jobs:
+        same = there.get(str(job.result.config_hash))
+        if same:
+            found[job.index] = same.popleft()
+    return found
 
 
-def describe(result: Mapping[str, Any]) -> str:
-    """A job's outcome in a few words: ``ok, peak 3.10 MiB, step time +8.0 %``."""
-    peak = (result.get("memory") or {}).get("measured_peak_bytes")
-    ratio = (result.get("latency") or {}).get("overhead_ratio")
-    words = [str(result.get("status"))]
-    words += [f"peak {format_bytes(peak)}"] if peak is not None else []
-    words += [f"step time {format_percent(ratio)}"] if ratio is not None else []
-    return ", ".join(words)
+def newest_sweep(root: Path, overrides: Sequence[str]) -> Path | None:
+    """The newest sweep below ``root`` that was started with these overrides, apart from how its jobs are run."""
+    wanted = _what_is_run(overrides)
+    for path in sorted(root.glob("*/*/multirun.yaml"), reverse=True):
+        try:
+            stored = OmegaConf.select(OmegaConf.load(path), "hydra.overrides.task")
+        except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+            log.info(f"{path} is passed over: {error}")
+            continue
+        if _what_is_run(stored or ()) == wanted:
+            return path.parent
+    return None
 
 
-def write_table(rows: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """``results.jsonl`` (each job's whole result), ``results.csv`` and ``results.md`` (a row each)."""
-    whole = [{"job": row["job"], "index": row["index"], **result} for row, result in zip(rows, results, strict=True)]
-    write_atomic(folder / "results.jsonl", "".join(json.dumps(result) + "\n" for result in whole))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=["index", "job", *_COLUMNS], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomic(folder / "results.csv", text.getvalue())
-    lines = ["| " + " | ".join(_PRINTED) + " |", "|" + " --- |" * len(_PRINTED)]
-    lines += ["| " + " | ".join(_cell(column, row[column]) for column in _PRINTED) + " |" for row in rows]
-    write_atomic(folder / "results.md", "\n".join(lines) + "\n")
+def _what_is_run(overrides: Iterable[str]) -> list[str]:
+    return sorted(text for text in overrides if not text.startswith(("sweep.", "logger")))
 
 
-def text_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The printed table: a column as wide as its widest cell."""
-    heads = [column.replace("_", " ") for column in _PRINTED]
-    cells = [heads, *([_cell(column, row[column]) for column in _PRINTED] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
-
-
-def _cell(column: str, value: object) -> str:
-    if value is None:
-        return "-"
-    if column.endswith("_bytes") and isinstance(value, int):
-        return format_bytes(value)
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def set_aside(folder: Path) -> None:
+    """Move what an earlier attempt at a job left, so that its folder is free."""
+    if not folder.exists():
+        return
+    aside, count = folder.parent / EARLIER / folder.name, 1
+    while aside.exists():
+        count += 1
+        aside = aside.with_name(f"{folder.name}_{count}")
+    aside.parent.mkdir(exist_ok=True)
+    folder.rename(aside)

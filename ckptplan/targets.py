@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptplan.config import PlannerConfig, RunConfig, config_error, nearest
-from ckptplan.errors import CkptplanError, ConfigError
+from ckptplan.errors import CkptplanError, ConfigError, TargetImportError
 from ckptplan.plan import CheckpointPlan, parse_plan_text
 
 OPEN_NODES = ("data", "model", "optimizer")
@@ -105,10 +105,11 @@ def locate(path: str, key: str, source: str | None = None) -> Any:
             missing = error.name or ""
             if module_name == missing or module_name.startswith(f"{missing}."):
                 continue  # a shorter name may be the module
-            raise config_error(key, path, f"importing {module_name} failed: {error}{where}") from error
-        except Exception as error:  # whatever user code raises while it is imported
+            problem = f"importing {module_name} failed: {error}{where}"
+            raise TargetImportError(str(config_error(key, path, problem))) from error
+        except (Exception, SystemExit) as error:  # whatever user code raises while it is imported
             problem = f"importing {module_name} failed: {type(error).__name__}: {error}{where}"
-            raise config_error(key, path, problem) from error
+            raise TargetImportError(str(config_error(key, path, problem))) from error
         for depth, part in enumerate(parts[count:], start=count):
             if not hasattr(found, part):
                 owner = ".".join(parts[:depth])

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import ckptplan
 from ckptplan import cli
 from ckptplan.errors import CkptplanError, ConfigError, InfeasibleTargetError
 from ckptplan.plan import CheckpointPlan
@@ -40,7 +41,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """``run_job`` replaced: calls are recorded; a call ends with 0, or with what ``answer`` raises or returns."""
     calls: list[Call] = []
 
-    def run_job(config: Any, *, resolved: Any, folder: Path, overrides: list[str]) -> int:
+    def run_job(config: Any, *, resolved: Any, folder: Path, overrides: list[str], on_begin: Any) -> int:
+        on_begin()
         calls.append(
             {"config": config, "resolved": resolved, "folder": folder, "overrides": overrides, "cwd": Path.cwd()}
         )
@@ -344,6 +346,25 @@ def test_the_plan_of_the_latest_run_is_that_of_the_run_before(start_folder: Path
     plan.save(runs[0]["folder"] / "plan.json")
     assert cli.main(["planner=file", "planner.path=outputs/latest/plan.json"]) == 0
     assert Path(runs[1]["config"].planner.path) == (runs[0]["folder"] / "plan.json").resolve()
+
+
+def test_a_run_that_fails_before_it_begins_leaves_latest_where_it_was(
+    start_folder: Path, runs: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main([]) == 0
+    first = (start_folder / "outputs" / "latest").resolve()
+
+    def refuse(config: Any, *, on_begin: Any, **_: Any) -> int:
+        raise ConfigError("model: no such thing")
+
+    monkeypatch.setattr(sys.modules["ckptplan.run"], "run_job", refuse)
+    assert cli.main([]) == 2
+    assert (start_folder / "outputs" / "latest").resolve() == first
+
+
+def test_version_is_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ckptplan {ckptplan.__version__}\n"
 
 
 def test_latest_is_a_text_file_where_links_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ curve certificate explanation
 validate apply proof equality benchmark budget autofit
 data.spec data.checks data.order data data.dataset data.digits data.images data.text data.tokens
 models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models
-tracking stopping training sweeps
+profile_cache tracking stopping training jobs sweep_table sweeps
 report report.tables
 run cli __main__
 """.split()
@@ -35,8 +35,8 @@ run cli __main__
 TORCH_FREE = """
 errors units console config targets record graph options profiles selective plan gaps simulate check planners
 planners.tables planners.heuristic planners.fixed planners.flat planners.options planners.stairs planners.stretches
-planners.nested planners.milp planners.budgets planners.reasons curve certificate explanation data.spec sweeps report
-report.tables cli
+planners.nested planners.milp planners.budgets planners.reasons curve certificate explanation data.spec jobs sweep_table
+sweeps report report.tables cli
 """.split()
 
 

@@ -26,8 +26,9 @@ from ckptplan.record import (
 
 # The keys of section 7 of the design, written out a second time on purpose.
 DESIGN_KEYS = {
-    "": "schema status error config_hash name planner plan model data device dtype seed torch budget memory latency "
-    "gradients training timing environment notes",
+    "": "schema status error config_hash name planner profile plan model data device dtype seed torch budget memory "
+    "latency gradients training timing environment notes",
+    "profile": "source file measured_s",
     "plan": "text digest solve_s kept recomputed selective optimality_gap",
     "budget": "kind value bytes margin_bytes",
     "memory": "no_checkpoint_predicted_peak_bytes no_checkpoint_measured_peak_bytes predicted_peak_bytes "

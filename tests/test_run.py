@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import logging
 import os
 import re
 import signal
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 import ckptplan.run as run_module
-from ckptplan.config import load_config, resolve
+from ckptplan.config import config_hash, load_config, resolve
 from ckptplan.errors import ConfigError, NonFiniteError
 from ckptplan.measure import profile_model
 from ckptplan.plan import CheckpointPlan
@@ -174,6 +176,8 @@ class TestEnds:
         least = result["memory"]["smallest_reachable_bytes"]
         assert str(least) in result["error"]["message"]
         assert result["training"]["steps"] is None
+        assert result["budget"]["bytes"] == 1000
+        assert result["memory"]["no_checkpoint_predicted_peak_bytes"] > least
         code, result, _ = run(f"budget_bytes={least}")
         assert (code, result["memory"]["predicted_peak_bytes"]) == (0, least)
 
@@ -274,6 +278,68 @@ class TestEnds:
         with pytest.raises(ConfigError, match=r"'layer.\*' names no module"):
             run("blocks.paths=[layer.*]")
         assert load_result(run.folder)["error"]["type"] == "ConfigError"
+
+    def test_a_plan_of_other_blocks_is_refused_before_anything_is_measured(self, run, monkeypatch) -> None:
+        monkeypatch.setattr(run_module, "profile_model", lambda *_, **__: pytest.fail("profiled all the same"))
+        with pytest.raises(ConfigError, match=r"planner\.text=R\(7\): "):
+            run("planner=text", "planner.text='R(7)'")
+
+    def test_a_run_begins_once_its_configuration_is_known_to_describe_one(self, compose, tmp_path: Path) -> None:
+        begun: list[str] = []
+        for overrides in (("planner=text", "planner.text='R(7)'"), ("plan_only=true",)):
+            composed = compose(*TINY, *overrides)
+            folder = tmp_path / str(len(overrides))
+            folder.mkdir()
+            arguments = {"resolved": resolve(composed), "folder": folder, "overrides": []}
+            with contextlib.suppress(ConfigError):
+                run_job(load_config(composed), on_begin=lambda told=overrides: begun.append(told[0]), **arguments)
+        assert begun == ["plan_only=true"]
+
+    def test_it_says_what_it_is_at_and_calls_the_planner_as_it_was_typed(self, run, caplog, capsys) -> None:
+        caplog.set_level(logging.INFO)
+        run("planner=dp", "steps=1")
+        assert "profiling 4 blocks ..." in caplog.text
+        assert "proving the plan by real steps" in caplog.text
+        assert "plan by dp: predicted peak" in capsys.readouterr().out
+
+
+class TestSharedProfile:
+    def test_it_is_measured_once_and_both_runs_say_where_it_came_from(self, run, tmp_path, caplog) -> None:
+        caplog.set_level(logging.INFO)
+        cache = f"profile.cache={tmp_path / 'shared'}"
+        alone = run("planner=dp", "plan_only=true")[1]["profile"]
+        first = run("planner=dp", "plan_only=true", cache, "seed=1")
+        second = run("planner=greedy", "plan_only=true", cache, "seed=2", "budget_frac=0.7")
+        assert (alone["source"], alone["file"]) == ("measured", None)
+        assert [result["profile"]["source"] for _, result, _ in (first, second)] == ["measured", "shared"]
+        [file] = (tmp_path / "shared").glob("*.json")
+        assert {result["profile"]["file"] for _, result, _ in (first, second)} == {str(file)}
+        assert first[1]["profile"]["measured_s"] == second[1]["profile"]["measured_s"] > 0
+        assert (first[2] / "profile.json").read_text() == (second[2] / "profile.json").read_text()
+        assert f"4 blocks of 1 kind read from {file}" in caplog.text
+
+    @pytest.mark.parametrize(
+        "other", ["data.batch_size=2", "model.width=32", "profile.num_trials=2", "runtime.dtype=bf16_mixed"]
+    )
+    def test_another_model_batch_or_number_format_is_measured_again(self, run, tmp_path, other: str) -> None:
+        cache = f"profile.cache={tmp_path / 'shared'}"
+        run("plan_only=true", cache)
+        assert run("plan_only=true", cache, other)[1]["profile"]["source"] == "measured"
+        assert run("plan_only=true", cache)[1]["profile"]["source"] == "shared"
+
+    def test_a_damaged_file_is_a_note_in_the_result(self, run, tmp_path) -> None:
+        cache = f"profile.cache={tmp_path / 'shared'}"
+        run("plan_only=true", cache)
+        [file] = (tmp_path / "shared").glob("*.json")
+        file.write_text("{")
+        code, result, _ = run("plan_only=true", cache)
+        assert (code, result["profile"]["source"]) == (0, "measured")
+        assert f"{file} is not used" in result["notes"][0]
+
+    def test_where_and_what_is_shared_does_not_change_what_a_run_is(self, compose) -> None:
+        plain = config_hash(resolve(compose(*TINY)))
+        assert config_hash(resolve(compose(*TINY, "profile.cache=/x", "profile.options=true"))) == plain
+        assert config_hash(resolve(compose(*TINY, "profile.num_trials=3"))) != plain
 
 
 class TestSignals:

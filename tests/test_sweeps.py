@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import logging
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,15 +16,18 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from ckptplan import cli, sweeps
-from ckptplan.config import load_config, shell_override
+from ckptplan.config import SweepConfig, load_config, shell_override
 from ckptplan.errors import CkptplanError
-from ckptplan.record import BudgetRecord, MemoryRecord, RunResult, load_result
-from ckptplan.sweeps import Job, describe, run_in_process, run_jobs, table_row
+from ckptplan.jobs import Job, run_in_process
+from ckptplan.record import BudgetRecord, MemoryRecord, RunRecorder, RunResult, load_result
+from ckptplan.sweep_table import describe, table_row
+from ckptplan.sweeps import finished_jobs, newest_sweep, run_jobs, set_aside
 
 Compose = Callable[..., DictConfig]
 REPOSITORY = Path(cli.__file__).resolve().parent.parent
@@ -151,7 +156,7 @@ Path(sys.argv[1], "seen").write_text(Path({str(tmp_path)!r}, "results.jsonl").re
 def test_fail_fast_stops_at_the_first_failure(tmp_path: Path) -> None:
     jobs = [make_job(tmp_path, "1/0", 0), make_job(tmp_path, WRITE_RESULT, 1)]
     with pytest.raises(CkptplanError, match="1 of 2 jobs failed"):
-        run_jobs(jobs, tmp_path, fail_fast=True)
+        run_jobs(jobs, tmp_path, SweepConfig(fail_fast=True))
     assert not jobs[1].folder.exists()
 
 
@@ -226,6 +231,131 @@ def test_a_stopped_sweep_keeps_what_there_is(tmp_path: Path, signal_number: int)
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
 
 
+# --- several at once --------------------------------------------------------------------------------------------------
+
+MEET = """
+import os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+folder.joinpath("begun").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+deadline = time.monotonic() + 30
+while len(list(folder.parent.glob("*/begun"))) < 2:  # ends only beside another
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+"""
+
+
+def test_jobs_at_once_run_beside_each_other_and_the_table_keeps_their_order(tmp_path: Path) -> None:
+    jobs = [make_job(tmp_path, MEET + WRITE_RESULT, index) for index in range(3)]
+    found = run_jobs(jobs, tmp_path, SweepConfig(parallel=2))
+    assert [job.index for job, _ in found] == [0, 1, 2]
+    lines = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert [json.loads(line)["index"] for line in lines] == [0, 1, 2]
+
+
+def test_each_device_has_one_job_at_a_time(tmp_path: Path) -> None:
+    jobs = [make_job(tmp_path, MEET + WRITE_RESULT, index) for index in range(4)]
+    run_jobs(jobs, tmp_path, SweepConfig(devices=[5, 3]))
+    seen = [(job.folder / "begun").read_text() for job in jobs]
+    assert seen[:2] == ["5", "3"]
+    assert set(seen[2:]) <= {"5", "3"}
+
+
+def test_a_job_that_hangs_beside_others_ends_alone(tmp_path: Path) -> None:
+    jobs = [make_job(tmp_path, "import time; time.sleep(60)", 0), make_job(tmp_path, WRITE_RESULT, 1)]
+    with pytest.raises(CkptplanError, match=r"1 of 2 jobs failed: 000_dp_0\.5_00000000"):
+        run_jobs(jobs, tmp_path, SweepConfig(parallel=2, timeout_s=3.0))
+    assert [load_result(job.folder)["status"] for job in jobs] == ["timeout", "ok"]
+
+
+def test_a_fault_of_the_sweep_itself_leaves_no_job_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(rows: list[Any], results: list[Any], folder: Path) -> None:
+        if len(results) == 1 and results[0]["status"] == "ok":
+            raise OSError(28, "No space left on device", "results.jsonl")
+
+    monkeypatch.setattr(sweeps, "write_table", full)
+    sleep = """
+    import os, pathlib, sys, time
+    pathlib.Path(sys.argv[1], "pid").write_text(str(os.getpid()))
+    time.sleep(60)
+    """
+    wait = """
+    import pathlib, sys, time
+    while not list(pathlib.Path(sys.argv[1]).parent.glob("*/pid")):
+        time.sleep(0.02)
+    """
+    jobs = [make_job(tmp_path, textwrap.dedent(wait) + WRITE_RESULT, 0), make_job(tmp_path, sleep, 1)]
+    with pytest.raises(OSError, match="No space left"):
+        run_jobs(jobs, tmp_path, SweepConfig(parallel=2))
+    assert _is_gone(int((jobs[1].folder / "pid").read_text()))
+    assert load_result(jobs[1].folder)["status"] == "interrupted"
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------
+
+
+def with_hash(job: Job, config_hash: str, status: str | None = None) -> Job:
+    """The job under another hash, with a result of this status in its folder if one is given."""
+    job = dataclasses.replace(job, result=dataclasses.replace(job.result, config_hash=config_hash))
+    if status is not None:
+        job.folder.mkdir()
+        with RunRecorder(job.folder) as recorder:
+            recorder.write_result(dataclasses.replace(job.result, status=status))
+    return job
+
+
+def test_what_gave_an_answer_is_done_and_each_folder_stands_for_one_job(tmp_path: Path) -> None:
+    statuses = ["ok", "failed", "infeasible", "oom", "over_budget", "timeout", "interrupted", "mismatch"]
+    jobs = [with_hash(make_job(tmp_path, "", i), f"{i}" * 64, status) for i, status in enumerate(statuses)]
+    twin = with_hash(make_job(tmp_path, "", 8), "0" * 64)
+    found = finished_jobs([*jobs, twin], tmp_path)
+    assert {index: result["status"] for index, (_, result) in found.items()} == {
+        0: "ok",
+        2: "infeasible",
+        3: "oom",
+        4: "over_budget",
+    }
+    assert found[0][0] == jobs[0].folder
+    (jobs[0].folder / "result.json").write_text("{")
+    assert 0 not in finished_jobs(jobs, tmp_path)
+
+
+def test_a_done_job_is_not_run_and_stands_in_the_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    jobs = [with_hash(make_job(tmp_path, "1/0", 0), "a" * 64, "ok"), make_job(tmp_path, WRITE_RESULT, 1)]
+    done = {index: result for index, (_, result) in finished_jobs(jobs, tmp_path).items()}
+    found = run_jobs(jobs, tmp_path, done=done)
+    assert [result["status"] for _, result in found] == ["ok", "ok"]
+    assert not (jobs[0].folder / "console.log").exists()
+    assert "0  seed=0  (done: ok)" in caplog.text
+    assert "[1/1] seed=1" in caplog.text
+    with (tmp_path / "results.csv").open(newline="") as file:
+        assert [row["index"] for row in csv.DictReader(file)] == ["0", "1"]
+
+
+def test_writing_the_table_again_changes_nothing(tmp_path: Path) -> None:
+    jobs = [make_job(tmp_path, WRITE_RESULT, index) for index in range(2)]
+    done = {job.index: result for job, result in run_jobs(jobs, tmp_path)}
+    before = {path.name: path.read_text() for path in tmp_path.glob("results.*")}
+    run_jobs(jobs, tmp_path, done=done)
+    assert len(before) == 3
+    assert {path.name: path.read_text() for path in tmp_path.glob("results.*")} == before
+
+
+def test_an_earlier_attempt_is_kept_aside_under_a_name_of_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "000_dp_0.5_aa"
+    for text in ("first", "second"):
+        folder.mkdir()
+        (folder / "result.json").write_text(text)
+        set_aside(folder)
+        assert not folder.exists()
+    set_aside(folder)
+    kept = sorted((tmp_path / "earlier").glob("*/result.json"))
+    assert [(path.parent.name, path.read_text()) for path in kept] == [
+        ("000_dp_0.5_aa", "first"),
+        ("000_dp_0.5_aa_2", "second"),
+    ]
+
+
 # --- from the command line to the jobs --------------------------------------------------------------------------------
 
 
@@ -234,8 +364,8 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """``-m`` up to the point where the first job would start: the jobs that it would run."""
     jobs: list[Job] = []
 
-    def record(found: list[Job], folder: Path, **settings: object) -> None:
-        assert settings == {"fail_fast": False, "timeout_s": None}
+    def record(found: list[Job], folder: Path, settings: SweepConfig, done: dict[int, dict[str, Any]]) -> None:
+        assert (settings, done) == (SweepConfig(), {})
         jobs.extend(found)
 
     monkeypatch.chdir(tmp_path)
@@ -340,6 +470,112 @@ def test_sweep_py_is_four_planners_at_five_budgets(
     assert len(planned) == 20
     assert {run.logger.kind for run in loaded} == {"none"}
     assert len({job.result.config_hash for job in planned}) == 20
+
+
+# --- sweep.resume -----------------------------------------------------------------------------------------------------
+
+Again = list[tuple[list[Job], Path, dict[int, dict[str, Any]]]]
+
+
+@pytest.fixture
+def again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Again:
+    """Sweeps in which job 1 fails the first time: what each was asked to run, where, and what it found done."""
+    calls: Again = []
+
+    def record(jobs: list[Job], folder: Path, settings: SweepConfig, done: dict[int, dict[str, Any]]) -> None:
+        calls.append((jobs, folder, done))
+        for job in jobs:
+            if job.index not in done:
+                job.folder.mkdir(parents=True)
+                with RunRecorder(job.folder) as recorder:
+                    status = "failed" if job.index == 1 and len(calls) == 1 else "ok"
+                    recorder.write_result(dataclasses.replace(job.result, status=status))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweeps, "run_jobs", record)
+    return calls
+
+
+@pytest.mark.parametrize("where", ["true", "path", "name"])
+def test_a_second_call_runs_only_what_failed_or_is_missing(again: Again, where: str) -> None:
+    assert cli.main(["-m", "seed=1,2,3"]) == 0
+    [(first, folder, _)] = again
+    shutil.rmtree(first[2].folder)
+    resume = {"true": "true", "path": str(folder), "name": "/".join(folder.parts[-2:])}[where]
+    assert cli.main(["-m", "seed=1,2,3", f"sweep.resume={resume}"]) == 0
+    jobs, second_folder, done = again[1]
+    assert second_folder == folder
+    assert {index: result["status"] for index, result in done.items()} == {0: "ok"}
+    assert [job.folder for job in jobs] == [job.folder for job in first]
+    assert load_result(folder / "earlier" / first[1].folder.name)["status"] == "failed"
+    assert cli.main(["-m", "seed=1,2,3", f"sweep.resume={resume}"]) == 0
+    assert list(again[2][2]) == [0, 1, 2]
+    assert len(list((folder.parent.parent).glob("*/*"))) == 1
+
+
+def test_more_values_run_only_the_new_jobs(again: Again) -> None:
+    assert cli.main(["-m", "seed=1,3"]) == 0
+    folder = again[0][1]
+    assert cli.main(["-m", "seed=1,2,3", f"sweep.resume={folder}"]) == 0
+    jobs, _, done = again[1]
+    assert list(done) == [0]  # job 1 was the one that failed
+    assert len({job.folder for job in jobs}) == 3
+
+
+def test_another_sweep_is_not_gone_on_with_by_itself(again: Again, caplog: pytest.LogCaptureFixture) -> None:
+    assert cli.main(["-m", "seed=1,2"]) == 0
+    assert cli.main(["-m", "seed=1,2", "steps=7", "sweep.resume=true"]) == 0
+    assert again[1][1] != again[0][1]
+    assert again[1][2] == {}
+    assert cli.main(["-m", "seed=1,2", "sweep.fail_fast=true", "logger=none", "sweep.resume=true"]) == 0
+    assert again[2][1] == again[0][1]
+
+
+def test_a_sweep_that_is_not_there_is_told_before_a_job_starts(
+    again: Again, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["-m", "seed=1,2", "sweep.resume=outputs/nowhere"]) == 2
+    assert "sweep.resume=outputs/nowhere: there is no such sweep" in capsys.readouterr().err
+    assert again == []
+    assert not list(Path.cwd().rglob("multirun.yaml"))
+
+
+def test_a_multirun_yaml_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+    for name, text in (("1", "hydra: {overrides: {task: [seed=1]}}"), ("2", "{"), ("3", "[]"), ("4", "x: 1")):
+        (tmp_path / "day" / name).mkdir(parents=True)
+        (tmp_path / "day" / name / "multirun.yaml").write_text(text)
+    assert newest_sweep(tmp_path, ["seed=1", "sweep.resume=true"]) == tmp_path / "day" / "1"
+    assert newest_sweep(tmp_path, ["seed=2"]) is None
+
+
+# --- one profile for all ----------------------------------------------------------------------------------------------
+
+
+def test_the_jobs_share_the_profiles_of_their_sweep(planned: list[Job], compose: Compose) -> None:
+    assert cli.main(["-m", "planner=dp,greedy"]) == 0
+    loaded = [load_config(config_of(job, compose)).profile for job in planned]
+    assert {run.cache for run in loaded} == {str(planned[0].folder.parent / "profiles")}
+    assert {run.options for run in loaded} == {None}
+
+
+def test_options_are_measured_for_all_if_one_planner_needs_them(planned: list[Job], compose: Compose) -> None:
+    assert cli.main(["-m", "planner=dp,optimal", "profile.cache=mine"]) == 0
+    loaded = [load_config(config_of(job, compose)).profile for job in planned]
+    assert [(run.cache, run.options) for run in loaded] == [("mine", True), ("mine", True)]
+
+
+def test_code_that_raises_at_import_fails_its_job_and_a_typo_stops_the_sweep(
+    planned: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "raises_at_import.py").write_text("import sys\nsys.exit('no licence')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    other = "model._target_=ckptplan.models.GPT,"
+    assert cli.main(["-m", f"{other}raises_at_import.Net"]) == 0
+    assert len(planned) == 2
+    assert "importing raises_at_import failed: SystemExit: no licence" in capsys.readouterr().err
+    planned.clear()
+    assert cli.main(["-m", f"{other}ckptplan.models.GTP"]) == 2
+    assert planned == []
 
 
 @pytest.mark.slow

@@ -88,8 +88,13 @@ def _plain_table() -> Table:
     return Table(box=box.SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
 
 
-def plan_table(profile: ChainProfile, plan: CheckpointPlan, console: Console | None = None) -> None:
-    """Print the plan block by block; consecutive blocks with the same figures share a row."""
+def plan_table(
+    profile: ChainProfile, plan: CheckpointPlan, console: Console | None = None, *, planner: str | None = None
+) -> None:
+    """Print the plan block by block; consecutive blocks with the same figures share a row.
+
+    ``planner``: the name to print, where that is not the one in the plan ("dp" for what the API calls otherwise).
+    """
     console = console or Console()
     table = _plain_table()
     runs = list(_runs(plan_rows(profile, plan)))
@@ -104,7 +109,7 @@ def plan_table(profile: ChainProfile, plan: CheckpointPlan, console: Console | N
     rows = [row for same in runs for row in same]
     table.add_section()
     table.add_row(f"{len(rows)} blocks", _counts(plan), _total_bytes(rows), _total_time(rows), "")
-    console.print(Text(_plan_title(plan)))
+    console.print(Text(_plan_title(plan, planner)))
     console.print(table)
 
 
@@ -151,10 +156,10 @@ def _total_time(rows: list[PlanRow]) -> str:
     return format_ms(sum(known)) if len(known) == len(rows) else format_ms(None)
 
 
-def _plan_title(plan: CheckpointPlan) -> str:
+def _plan_title(plan: CheckpointPlan, planner: str | None) -> str:
     peak = f"predicted peak {format_bytes(plan.predicted_peak_bytes)}"
     budget = "" if plan.budget_bytes is None else f" of {format_bytes(plan.budget_bytes)} allowed"
-    return f"plan by {plan.planner}: {peak}{budget}"
+    return f"plan by {planner or plan.planner}: {peak}{budget}"
 
 
 def result_table(

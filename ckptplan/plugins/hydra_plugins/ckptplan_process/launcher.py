@@ -1,11 +1,14 @@
-"""The launcher of a multirun: hydra/launcher=process, each job in a process of its own, one at a time."""
+"""The launcher of a multirun: hydra/launcher=process, each job in a process of its own."""
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
@@ -13,7 +16,23 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from ckptplan.config import RunConfig, config_hash, hydra_text, job_folder_name, load_config, resolve
+from ckptplan.config import (
+    RunConfig,
+    config_error,
+    config_hash,
+    hydra_text,
+    job_folder_name,
+    load_config,
+    resolve,
+)
+
+if TYPE_CHECKING:
+    from ckptplan.record import RunResult
+
+
+log = logging.getLogger(__name__)
+
+PROFILES = "profiles"  # folder of a sweep, below it the profiles that its jobs share
 
 
 class ProcessLauncher(Launcher):
@@ -22,35 +41,45 @@ class ProcessLauncher(Launcher):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self._context = hydra_context
         self._config = config
+        self._checked: set[str] = set()
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from ckptplan.record import BudgetRecord, RunResult
-        from ckptplan.sweeps import Job, run_jobs
+        from ckptplan.sweeps import Job, finished_jobs, run_jobs, set_aside
 
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         folder = Path(str(self._config.hydra.sweep.dir)).absolute()
+        composed = [
+            self._load(list(overrides), index) for index, overrides in enumerate(job_overrides, start=initial_job_idx)
+        ]
+        settings = composed[0].config.sweep
+        shared = {
+            "profile.cache": hydra_text(str(folder / PROFILES)),
+            "logger.group": hydra_text("-".join(folder.parts[-2:])),  # the jobs of one sweep stand together in W&B
+            "profile.options": "true" if any(one.wants_options for one in composed) else "null",
+        }
         jobs: list[Job] = []
-        configs: list[RunConfig] = []
-        checked: set[str] = set()
-        for index, overrides in enumerate(job_overrides, start=initial_job_idx):
-            config = self._compose(list(overrides), index)
-            loaded, resolved = load_config(config), resolve(config)
-            self._check_targets_once(loaded, config, checked)
-            job_folder = _free(folder / job_folder_name(index, loaded, resolved))
-            result = RunResult(
-                config_hash=config_hash(resolved),
-                name=loaded.name,
-                planner=loaded.planner.name,
-                seed=loaded.seed,
-                budget=BudgetRecord(loaded.target.key, loaded.target.value),
-            )
-            command = self._command(list(overrides), index, job_folder, loaded)
-            jobs.append(Job(index, tuple(overrides), job_folder, command, result))
-            configs.append(loaded)
-        settings = configs[0].sweep
-        run_jobs(jobs, folder, fail_fast=settings.fail_fast, timeout_s=settings.timeout_s)
+        for one in composed:
+            job_folder = folder / job_folder_name(one.index, one.config, one.resolved)
+            job_folder = job_folder if settings.resume else _free(job_folder)
+            result = _known_result(one)
+            jobs.append(Job(one.index, one.overrides, job_folder, self._command(one, job_folder, shared), result))
+        done: dict[int, dict[str, Any]] = {}
+        if settings.resume:
+            found = finished_jobs(jobs, _require_sweep(settings.resume, folder))
+            jobs = [replace(job, folder=found[job.index][0]) if job.index in found else job for job in jobs]
+            done = {index: result for index, (_, result) in found.items()}
+            for job in jobs:
+                if job.index not in done:
+                    set_aside(job.folder)
+        run_jobs(jobs, folder, settings, done)
         return [_done(job.overrides) for job in jobs]
+
+    def _load(self, overrides: list[str], index: int) -> _Composed:
+        config = self._compose(overrides, index)
+        one = _Composed(index, tuple(overrides), load_config(config), resolve(config))
+        self._check_targets_once(one.config, config)
+        return one
 
     def _compose(self, overrides: list[str], index: int) -> DictConfig:
         config = self._context.config_loader.load_sweep_config(self._config, overrides)
@@ -60,24 +89,68 @@ class ProcessLauncher(Launcher):
         HydraConfig.instance().set_config(config)
         return config
 
-    def _check_targets_once(self, loaded: RunConfig, config: DictConfig, checked: set[str]) -> None:
+    def _check_targets_once(self, loaded: RunConfig, config: DictConfig) -> None:
+        """A wrong name or argument stops the sweep; code of the user's that raises when imported fails its own job."""
+        from ckptplan.errors import TargetImportError
         from ckptplan.targets import check_targets
 
-        key = json.dumps([loaded.data, loaded.model, loaded.optimizer], sort_keys=True, default=str)
-        if key not in checked:
-            checked.add(key)
-            check_targets(loaded, config.hydra.runtime.choices)
+        key = json.dumps([loaded.data, loaded.model, loaded.optimizer, loaded.planner], sort_keys=True, default=str)
+        if key not in self._checked:
+            self._checked.add(key)
+            try:
+                check_targets(loaded, config.hydra.runtime.choices)
+            except TargetImportError as error:
+                log.warning("%s\n  the jobs that need it will fail; the others are run", error)
 
-    def _command(self, overrides: list[str], index: int, folder: Path, loaded: RunConfig) -> tuple[str, ...]:
+    def _command(self, one: _Composed, folder: Path, shared: Mapping[str, str]) -> tuple[str, ...]:
         hydra_config = self._config.hydra
         inherited = [text for text in hydra_config.overrides.hydra if not text.startswith("hydra.mode=")]
         added = [source.path for source in hydra_config.runtime.config_sources if source.provider == "command-line"]
-        own = [f"hydra.run.dir={hydra_text(str(folder))}", "hydra.mode=RUN", f"hydra.job.num={index}"]
-        if loaded.logger.group is None:  # the jobs of one sweep stand together in W&B
-            own.append(f"logger.group={hydra_text('-'.join(folder.parent.parts[-2:]))}")
+        own = [f"hydra.run.dir={hydra_text(str(folder))}", "hydra.mode=RUN", f"hydra.job.num={one.index}"]
+        given = {"profile.cache": one.config.profile.cache, "profile.options": one.config.profile.options}
+        given["logger.group"] = one.config.logger.group
+        own += [f"{key}={text}" for key, text in shared.items() if given[key] is None and text != "null"]
         flags = ["--config-name", str(hydra_config.job.config_name)]
         flags += ["--config-dir", added[0]] if added else []
-        return (sys.executable, "-m", "ckptplan", *flags, *inherited, *overrides, *own)
+        return (sys.executable, "-m", "ckptplan", *flags, *inherited, *one.overrides, *own)
+
+
+class _Composed(NamedTuple):  # no dataclass: Hydra executes this module without entering it in sys.modules
+    """The configuration of one job."""
+
+    index: int
+    overrides: tuple[str, ...]
+    config: RunConfig
+    resolved: dict[str, Any]
+
+    @property
+    def wants_options(self) -> bool:
+        """Options inside blocks are measured once for all jobs if one of them needs them."""
+        from ckptplan.planners import PLANNERS_WITH_OPTIONS
+
+        return self.config.planner.name in PLANNERS_WITH_OPTIONS
+
+
+def _known_result(one: _Composed) -> RunResult:
+    from ckptplan.record import BudgetRecord, RunResult
+
+    loaded = one.config
+    return RunResult(
+        config_hash=config_hash(one.resolved),
+        name=loaded.name,
+        planner=loaded.planner.name,
+        seed=loaded.seed,
+        budget=BudgetRecord(loaded.target.key, loaded.target.value),
+    )
+
+
+def _require_sweep(resume: bool | str, folder: Path) -> Path:
+    """The folder to go on in; a name that leads to none is an error."""
+    named = Path(resume).absolute() if isinstance(resume, str) else None
+    if named is not None and not (folder.is_dir() and folder.name == named.name):
+        problem = "there is no such sweep"
+        raise config_error("sweep.resume", resume, problem, remedy="sweep.resume=<the folder of a sweep>")
+    return folder
 
 
 def _free(folder: Path) -> Path:
