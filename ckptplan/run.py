@@ -194,12 +194,12 @@ class _Run:
         self.require_fit(model, batch, runtime)
         selection = self.select_blocks(model, batch, runtime)
         self.check_given_plan(selection)
-        self.on_begin()
-        self.tracker.start(resolved, self.config.name or self.folder.name, self.config.logger.group)
-        self.is_started = True
         make_optimizer = instantiate(self.config.optimizer, "optimizer")
         optimizer = call_partial(make_optimizer, self.config.optimizer, "optimizer", model.parameters())
         static = self.count_static_bytes(model, optimizer, batch)
+        self.on_begin()
+        self.tracker.start(resolved, self.config.name or self.folder.name, self.config.logger.group)
+        self.is_started = True
         profile = self.profile(model, selection, batch, runtime)
         plan = self.plan(profile, static)
         if self.config.plan_only:
@@ -339,7 +339,9 @@ class _Run:
             log.warning("%s", note)
             self.result.notes.append(note)
         source = "measured" if shared.is_new else "shared"
-        self.result.profile = ProfileRecord(source, shared.path and str(shared.path), shared.measured_s)
+        self.result.profile = ProfileRecord(
+            source, None if shared.path is None else str(shared.path), shared.measured_s
+        )
         return shared.profile
 
     def measures_options(self) -> bool:
