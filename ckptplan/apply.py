@@ -2,7 +2,7 @@
 
 ``apply_plan`` builds a container of its own and touches no block. ``checkpointed`` patches a whole model,
 reversibly. Both run the tree of the plan: a kept block is called; a recomputed node runs under
-``recompute.run_recomputed``, nested as in the tree; a block of which part is kept runs under
+``recompute.run_segment``, nested as in the tree; a block of which part is kept runs under
 ``replay.run_replayed``. With gradients off everything is called plainly.
 """
 
@@ -20,7 +20,7 @@ from ckptplan.blocks import CheckpointableBlock, call_block, declare_blocks
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.graph import Output
 from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, Selective, blocks_of
-from ckptplan.recompute import Guards, buffer_slots, run_recomputed
+from ckptplan.recompute import Guards, buffer_slots, run_block, run_segment
 from ckptplan.replay import run_replayed
 from ckptplan.validate import require_plan, validate_plan
 from ckptplan.wrappers import is_compiled, plainness_faults
@@ -81,7 +81,7 @@ def run_node(node: PlanNode, value: Any, call: CallBlock, how: HowToRun) -> Any:
         PlanIncompatibleError: a node that this executor does not know.
     """
     if isinstance(node, Keep):
-        return call(node.block, value)
+        return run_block(call, how.guards[node.block], node.block, value)
     if isinstance(node, Selective):
         return run_replayed(call, how.kept[node.block], node.block, value)
     if not isinstance(node, Recompute):
@@ -92,7 +92,7 @@ def run_node(node: PlanNode, value: Any, call: CallBlock, how: HowToRun) -> Any:
             given = run_node(child, given, call, how)
         return given
 
-    return run_recomputed(children, _joined(how.guards[i] for i in blocks_of([node])), value)
+    return run_segment(children, _joined(how.guards[i] for i in blocks_of([node])), value)
 
 
 def _joined(guards: Iterable[Guards]) -> Guards:

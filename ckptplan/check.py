@@ -197,37 +197,63 @@ class _Stage(NamedTuple):
     output_is_input: Sequence[int | None]
 
 
-def _as_stage(chain: ChainProfile, node: PlanNode) -> _Stage:
+def _as_stage(chain: ChainProfile, node: PlanNode, depth: int = 0) -> _Stage:
+    """A node as one stage; ``depth``: how many recomputed nodes stand around it."""
     members = [chain[i] for i in blocks_of((node,))]
     if len(members) == 1:
         block = members[0]
-        cost = block.keep if isinstance(node, Keep) else block.recompute
-        if isinstance(node, Selective):
-            cost = find_option(block, node.saved_ops).cost
-        assert cost is not None, f"block {block.block_id!r} has no figures"
-        return _Stage(cost, block.output_bytes, block.output_is_input)
+        return _Stage(_single(block, node, depth), block.output_bytes, block.output_is_input)
     assert isinstance(node, Recompute)
     num_inputs = _num_entering(chain, blocks_of((node,))[0])
-    bare = [
-        _Stage(StageCost(0, _costs(b).forward_peak_bytes, 0, (False,), (False,)), b.output_bytes, b.output_is_input)
-        for b in members
-    ]
+    streams = max(b.random_state_bytes for b in members)
+    copies = sum(b.guard_bytes for b in members) if depth == 0 else 0
+    bare = []
+    for b in members:
+        others = copies - b.guard_bytes if depth == 0 else 0
+        peak = _costs(b).forward_peak_bytes + others
+        bare.append(_Stage(StageCost(0, peak, 0, (False,), (False,)), b.output_bytes, b.output_is_input))
     first_forward, _ = _phase_peaks(bare, num_inputs)
     incoming = members[-1].output_gradient_bytes or 0
-    children = [_as_stage(chain, child) for child in node.children]
-    cut = 0  # of the replay's last child: nothing of a nested node runs, of a block what it needs when replayed alone
+    children = [_as_stage(chain, child, depth + 1) for child in node.children]
+    cut = 0  # of the replay's last child: nothing of a nested node runs, of a block what backward needs
     if isinstance(node.children[-1], Keep):
-        cut = min(children[-1].cost.forward_peak_bytes, max(_costs(members[-1]).backward_peak_bytes - incoming, 0))
+        cut = min(children[-1].cost.forward_peak_bytes, _run_to_stop(chain, members[-1], incoming))
     children[-1] = children[-1]._replace(cost=replace(children[-1].cost, forward_peak_bytes=cut))
     replay_forward, backward = _phase_peaks(children, num_inputs)
     sources: list[tuple[int, int | None]] = [(0, i) for i in range(num_inputs)]
     for block in members:
         outputs = zip(block.output_bytes, block.output_is_input, strict=True)
         sources = [(size, None) if passed is None else sources[passed] for size, passed in outputs]
-    cost = StageCost(
-        0, max(first_forward), max(max(replay_forward) + incoming, *backward), _costs(members[0]).keeps_input, (False,)
-    )
+    whole = max(max(replay_forward) + incoming + streams + chain.loss_bytes, *backward)
+    guards = copies + streams
+    cost = StageCost(guards, max(first_forward), guards + whole, _costs(members[0]).keeps_input, (False,))
     return _Stage(cost, [size for size, _ in sources], [passed for _, passed in sources])
+
+
+def _single(block: BlockProfile, node: PlanNode, depth: int) -> StageCost:
+    """One block; in a replay it runs on copies of its buffers, whose first values the outermost node keeps."""
+    if isinstance(node, Selective):
+        return find_option(block, node.saved_ops).cost
+    cost = block.keep if isinstance(node, Keep) else block.recompute
+    assert cost is not None, f"block {block.block_id!r} has no figures"
+    if depth == 0:
+        return cost
+    k, f, q = cost.saved_bytes, cost.forward_peak_bytes, cost.backward_peak_bytes
+    if isinstance(node, Keep):
+        known = block.replayed_backward_peak_bytes
+        k, f = k + block.replay_copy_bytes, f + block.guard_bytes
+        q = known if known is not None else q + block.replay_copy_bytes
+    else:
+        k, q = max(k - block.guard_bytes, 0), max(q - block.guard_bytes, 0)
+    return StageCost(k, f, q, cost.keeps_input, cost.keeps_output)
+
+
+def _run_to_stop(chain: ChainProfile, block: BlockProfile, incoming: int) -> int:
+    """Most bytes of the block's run where it ends a replay, its copies of buffers included."""
+    if block.stopped_forward_peak_bytes is not None:
+        return block.stopped_forward_peak_bytes + block.guard_bytes
+    twice = 2 * (block.guard_bytes + block.random_state_bytes)  # kept, and in use
+    return max(_costs(block).backward_peak_bytes - incoming - chain.loss_bytes - twice, 0) + block.guard_bytes
 
 
 def _num_entering(chain: ChainProfile, block: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable
@@ -12,16 +13,18 @@ import torch
 from torch import nn
 
 from ckptplan.blocks import describe_module
-from ckptplan.memory import make_meter
+from ckptplan.memory import MemoryMeter, make_meter
 from ckptplan.observe import Observation, observe
 from ckptplan.profiles import StageCost
-from ckptplan.recompute import Guards, buffer_slots, run_recomputed
+from ckptplan.randomness import torch_state
+from ckptplan.recompute import Guards, buffer_slots, run_on_copies, run_recomputed
 from ckptplan.stages import (
     GradientLayout,
     Mark,
     StageForward,
     StageRun,
     gradients_handed_back,
+    stage_backward,
     stage_bytes,
     stage_flops,
     time_stage,
@@ -45,6 +48,11 @@ class Kind:
     handed_back: GradientLayout = field(default_factory=dict)
     keep: StageCost | None = None
     recompute: StageCost | None = None
+    guard_bytes: int = 0
+    replay_copy_bytes: int = 0
+    random_state_bytes: int = 0
+    stopped_forward_peak_bytes: int | None = None
+    replayed_backward_peak_bytes: int | None = None
     forward_flops: int | None = None
     backward_flops: int | None = None
     recompute_flops: int | None = None
@@ -178,6 +186,63 @@ def measure_bytes_and_flops(kind: Kind, device: torch.device, memory: str) -> No
         kind.recompute_flops = stage_flops(again)[1] - kind.backward_flops
         if memory != "off":
             kind.recompute = settled_bytes(again, device, memory)
+            _measure_guards(kind, device, memory)
+
+
+def _measure_guards(kind: Kind, device: torch.device, memory: str) -> None:
+    """What of a recomputation's saved bytes is not each block's own where several are recomputed together."""
+    assert kind.keep is not None
+    slots = kind.guards.buffers
+    meter = make_meter(device, memory)
+    with meter:
+        meter.mark("start")
+        starts = [getattr(owner, name).detach().clone() for owner, name in slots]
+        meter.mark("copied")
+        states = torch_state(device) if kind.observation.draws_random else []
+        meter.mark("noted")
+    del states
+    kind.guard_bytes = meter.level("copied") - meter.level("start")
+    kind.random_state_bytes = meter.level("noted") - meter.level("copied")
+    _measure_run_in_backward(kind, device, make_meter(device, memory))
+    if slots:
+        on_copies = functools.partial(run_on_copies, kind.module, slots, starts)
+        kind.replay_copy_bytes = (
+            stage_bytes(block_forward(kind, device, None, on_copies), make_meter(device, memory)).saved_bytes
+            - kind.keep.saved_bytes
+        )
+
+
+def _measure_run_in_backward(kind: Kind, device: torch.device, meter: MemoryMeter) -> None:
+    """Peaks of a recomputation's two parts: the run in backward, and the backward behind it."""
+    assert kind.recompute is not None
+    num_calls = 0
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            return kind.module(*args, **kwargs)
+        meter.mark("again")
+        try:
+            return kind.module(*args, **kwargs)
+        finally:  # early stop leaves by an exception
+            meter.mark("stopped")
+
+    forward = block_forward(kind, device, kind.guards, marked)
+    with meter:
+        run = stage_backward(forward, meter.mark)
+        meter.mark("done")
+    if num_calls < 2:
+        return  # backward needed nothing
+    kept_input_bytes = sum(
+        storage.untyped_storage().nbytes()
+        for storage, kept in zip(distinct_storages(kind.call.boundary), kind.recompute.keeps_input, strict=True)
+        if kept
+    )
+    held_bytes = meter.level("start") + kept_input_bytes + kind.recompute.saved_bytes
+    kind.stopped_forward_peak_bytes = meter.peak("again", "stopped") - meter.level("again")
+    kind.replayed_backward_peak_bytes = max(0, meter.peak("stopped", "done") - held_bytes)
+    del run
 
 
 def with_loss(cost: StageCost, held_bytes: int) -> StageCost:

@@ -259,6 +259,7 @@ def _measure(
         post=_region_profile("head and loss", "post", regions, costs, clocks, ()),
         input_bytes=() if trace.has_pre else (0,) * len(first.boundary),
         loss_region="measured" if subject.has_loss else "assumed",
+        loss_bytes=0 if memory == "off" else loss_bytes(regions),
         meter="off" if memory == "off" else make_meter(subject.device, memory).name,
         fingerprint=subject.fingerprint,
         environment=_environment(subject.device, first),
@@ -289,6 +290,8 @@ def _measure_bytes(
         measure_bytes_and_flops(kind, subject.device, memory)
         kind.keep = kind.keep and with_loss(kind.keep, held_bytes)
         kind.recompute = kind.recompute and with_loss(kind.recompute, held_bytes)
+        if kind.replayed_backward_peak_bytes is not None:
+            kind.replayed_backward_peak_bytes += held_bytes
     costs: dict[str, StageCost] = {}
     for name, forward in regions.items() if memory != "off" else ():
         stage, beside_bytes = (0, held_bytes) if name == "pre" else (len(subject.modules) + 1, 0)
@@ -409,6 +412,11 @@ def _block_profile(
         is_stochastic=kind.observation.draws_random,
         is_stateful=bool(kind.observation.mutated_buffers),
         mutated_buffers=kind.observation.mutated_buffers,
+        guard_bytes=kind.guard_bytes,
+        replay_copy_bytes=kind.replay_copy_bytes,
+        random_state_bytes=kind.random_state_bytes,
+        stopped_forward_peak_bytes=kind.stopped_forward_peak_bytes,
+        replayed_backward_peak_bytes=kind.replayed_backward_peak_bytes,
         module_class=type(module).__name__,
         device=str(subject.device),
         dtype=_dtype_of(parameters),

@@ -101,6 +101,16 @@ class BlockProfile:
             and the block's own inputs excluded.
         recompute_time_ms: what recomputing adds to a backward pass, PyTorch's early stop included.
         mutated_buffers: buffers that the forward changes; a recomputation runs on copies of them.
+        guard_bytes: copies of those buffers; inside ``recompute.saved_bytes``. Of a segment the outermost node keeps
+            those of all its blocks, and each run in backward makes one more for a while.
+        replay_copy_bytes: the part of such copies that autograd saves when the block is kept inside a replay.
+        random_state_bytes: where the random streams stood, kept where the block draws; inside
+            ``recompute.saved_bytes``. A segment keeps it once.
+        stopped_forward_peak_bytes: most bytes of a run in backward that ends as soon as all is there that backward
+            needs, above what was alive before it, copies of buffers not counted; None: known only to be no more than
+            the forward's and what ``recompute.backward_peak_bytes`` leaves beside the gradient.
+        replayed_backward_peak_bytes: backward peak of the block kept inside a replay, which lets go of what autograd
+            saved a moment earlier than a plain backward; None: taken to be that of ``keep``.
         selective: ways to keep part of the block, fewest bytes first; empty unless they were asked for.
         before: what the model itself runs between the block before and this one, where that is anything.
 
@@ -120,6 +130,11 @@ class BlockProfile:
     output_gradient_bytes: int | None = None
     keep: StageCost | None = None
     recompute: StageCost | None = None
+    guard_bytes: int = 0
+    replay_copy_bytes: int = 0
+    random_state_bytes: int = 0
+    stopped_forward_peak_bytes: int | None = None
+    replayed_backward_peak_bytes: int | None = None
     # time and work
     forward_time_ms: float | None = None
     forward_time_ms_mean: float | None = None
@@ -185,6 +200,7 @@ class ChainProfile(Sequence[BlockProfile]):
             the step, so they count nothing, but give the first stage its input indices.
         loss_region: "measured" where ``post`` was run, "assumed" where only the gradient of the last
             output is counted.
+        loss_bytes: the loss and its gradient, alive throughout the backward and inside every backward peak.
         meter: "cuda", "cpu", "live" or "off".
         fingerprint: of the model (classes, shapes, dtypes, requires_grad, train mode, autocast, order).
     """
@@ -194,6 +210,7 @@ class ChainProfile(Sequence[BlockProfile]):
     post: RegionProfile | None = None
     input_bytes: tuple[int, ...] = (0,)
     loss_region: Literal["measured", "assumed"] = "assumed"
+    loss_bytes: int = 0
     meter: str = "off"
     fingerprint: str = ""
     environment: dict[str, Any] = field(default_factory=dict)

@@ -204,11 +204,13 @@ def _stages_of_chain(chain: ChainProfile, nodes: Sequence[PlanNode]) -> list[_St
     return stages
 
 
-def _stage_of_node(chain: ChainProfile, node: PlanNode) -> _Stage:
+def _stage_of_node(chain: ChainProfile, node: PlanNode, *, inside: bool = False) -> _Stage:
+    """The node at the top of the plan; ``inside``: as a child of a recomputed one, while that runs again."""
     if isinstance(node, Keep):
         block = chain[node.block]
-        assert block.keep is not None  # require_memory
-        return _Stage(block.block_id, block.keep, block.output_bytes, block.output_is_input)
+        kept = kept_in_replay(block) if inside else block.keep
+        assert kept is not None  # require_memory
+        return _Stage(block.block_id, kept, block.output_bytes, block.output_is_input)
     if isinstance(node, Selective):
         block = chain[node.block]
         chosen = find_option(block, node.saved_ops).cost
@@ -216,18 +218,62 @@ def _stage_of_node(chain: ChainProfile, node: PlanNode) -> _Stage:
     members = blocks_of((node,))
     first, last = chain[members[0]], chain[members[-1]]
     if len(members) == 1:
-        return _Stage(first.block_id, _recompute_cost(first), first.output_bytes, first.output_is_input)
+        alone = _recompute_cost(first)
+        cost = recomputed_in_replay(first, alone) if inside else alone
+        return _Stage(first.block_id, cost, first.output_bytes, first.output_is_input)
     output_bytes, output_is_input = _outputs_of_segment(
         [chain[i] for i in members], len(_recompute_inputs(chain, node))
     )
+    saved = _random_bytes(chain, node) + (0 if inside else sum(chain[i].guard_bytes for i in members))
     cost = StageCost(
-        saved_bytes=0,
-        forward_peak_bytes=_segment_forward_peak(chain, node),
-        backward_peak_bytes=_segment_backward_peak(chain, node),
+        saved_bytes=saved,
+        forward_peak_bytes=_segment_forward_peak(chain, node, inside=inside),
+        backward_peak_bytes=saved + _segment_backward_peak(chain, node),
         keeps_input=_recompute_cost(first).keeps_input,
         keeps_output=(False,) * len(output_bytes),
     )
     return _Stage(f"{first.block_id}..{last.block_id}", cost, output_bytes, output_is_input)
+
+
+def _random_bytes(chain: ChainProfile, node: Recompute) -> int:
+    """Where the random streams stood: each node keeps it once, if any of its blocks draws."""
+    return max(chain[i].random_state_bytes for i in blocks_of((node,)))
+
+
+def kept_in_replay(block: BlockProfile) -> StageCost:
+    """A kept block inside a replay: it runs on copies of the buffers that it changes; autograd saves some of them."""
+    assert block.keep is not None  # require_memory
+    cost, backward = block.keep, block.replayed_backward_peak_bytes
+    return StageCost(
+        saved_bytes=cost.saved_bytes + block.replay_copy_bytes,
+        forward_peak_bytes=cost.forward_peak_bytes + block.guard_bytes,
+        backward_peak_bytes=cost.backward_peak_bytes + block.replay_copy_bytes if backward is None else backward,
+        keeps_input=cost.keeps_input,
+        keeps_output=cost.keeps_output,
+    )
+
+
+def recomputed_in_replay(block: BlockProfile, alone: StageCost) -> StageCost:
+    """A block recomputed inside a replay: the first values of its buffers are kept by the outermost node."""
+    return replace(
+        alone,
+        saved_bytes=max(0, alone.saved_bytes - block.guard_bytes),
+        backward_peak_bytes=max(0, alone.backward_peak_bytes - block.guard_bytes),
+    )
+
+
+def stopped_forward_peak(chain: ChainProfile, block: BlockProfile, alone: StageCost) -> int:
+    """Most bytes of a block's run that ends a replay as soon as all that backward needs is there, copies included.
+
+    Where that was not measured: it is inside the backward peak of recomputing the block alone, beside its gradient,
+    the loss, and what guards it, once kept and once in use.
+    """
+    stopped = block.stopped_forward_peak_bytes
+    if stopped is None:
+        guarded = block.guard_bytes + block.random_state_bytes
+        beside = (block.output_gradient_bytes or 0) + chain.loss_bytes + 2 * guarded
+        stopped = max(0, alone.backward_peak_bytes - beside)
+    return min(kept_in_replay(block).forward_peak_bytes, block.guard_bytes + stopped)
 
 
 def _recompute_cost(block: BlockProfile) -> StageCost:
@@ -258,42 +304,49 @@ def _outputs_of_segment(
     return tuple(size for size, _ in origin), tuple(passed for _, passed in origin)
 
 
-def _segment_forward_peak(chain: ChainProfile, node: Recompute) -> int:
-    """The segment's first forward retains nothing: at each member only what is still handed on is alive."""
+def _segment_forward_peak(chain: ChainProfile, node: Recompute, *, inside: bool) -> int:
+    """The segment's first forward retains nothing: at each member only what is still handed on is alive.
+
+    At the top of the plan the first values of all its buffers are copied before it, and each member's own figure
+    holds its own; inside a replay each member runs on a copy.
+    """
+    members = [chain[i] for i in blocks_of((node,))]
+    copied = 0 if inside else sum(block.guard_bytes for block in members)
     nothing_kept = [
         _Stage(
             block.block_id,
-            StageCost(0, _recompute_cost(block).forward_peak_bytes, 0, (False,), (False,)),
+            StageCost(0, _forward_alone(block, copied), 0, (False,), (False,)),
             block.output_bytes,
             block.output_is_input,
         )
-        for block in (chain[i] for i in blocks_of((node,)))
+        for block in members
     ]
     timeline, _, _ = _walk(nothing_kept, tuple(0 for _ in _recompute_inputs(chain, node)))
     return max(level for _, phase, level in timeline if phase == "forward")
 
 
+def _forward_alone(block: BlockProfile, copied_bytes: int) -> int:
+    own = _recompute_cost(block).forward_peak_bytes
+    return own + copied_bytes - block.guard_bytes if copied_bytes else own
+
+
 def _segment_backward_peak(chain: ChainProfile, node: Recompute) -> int:
-    """Replay and backward of the segment: its children as a chain of their own, the incoming gradient alive."""
+    """Replay and backward of the segment: its children as a chain of their own; incoming gradient and loss alive.
+
+    While it runs again the place of the random streams now is kept too, to be put back. What the segment
+    saves by itself is not in it.
+    """
     last = chain[blocks_of((node,))[-1]]
     if last.output_gradient_bytes is None:
         raise ValueError(f"block {last.block_id!r} ends a recomputed segment; its output_gradient_bytes is missing")
-    children = [_stage_of_node(chain, child) for child in node.children]
-    children[-1] = _stopped_early(chain, node.children[-1], children[-1], last.output_gradient_bytes)
+    children = [_stage_of_node(chain, child, inside=True) for child in node.children]
+    # a nested node that ends a replay does not run at all, a block not beyond what its backward needs
+    ends_with_block = isinstance(node.children[-1], Keep)
+    peak = stopped_forward_peak(chain, last, _recompute_cost(last)) if ends_with_block else 0
+    children[-1] = replace(children[-1], cost=replace(children[-1].cost, forward_peak_bytes=peak))
     timeline, _, _ = _walk(children, tuple(0 for _ in _recompute_inputs(chain, node)))
-    return max(level + (last.output_gradient_bytes if phase == "forward" else 0) for _, phase, level in timeline)
-
-
-def _stopped_early(chain: ChainProfile, child: PlanNode, stage: _Stage, gradient_bytes: int) -> _Stage:
-    """The last child of a replay: a nested node does not run at all, a block not beyond what its backward needs.
-
-    What a block needs until there is inside the backward peak of recomputing it alone, with its gradient.
-    """
-    peak = 0
-    if isinstance(child, Keep):
-        alone = _recompute_cost(chain[child.block]).backward_peak_bytes
-        peak = min(stage.cost.forward_peak_bytes, max(0, alone - gradient_bytes))
-    return replace(stage, cost=replace(stage.cost, forward_peak_bytes=peak))
+    running = last.output_gradient_bytes + _random_bytes(chain, node) + chain.loss_bytes
+    return max(level + (running if phase == "forward" else 0) for _, phase, level in timeline)
 
 
 # The ledger ----------------------------------------------------------------------------------------------------------

@@ -269,12 +269,17 @@ def stage_flops(forward: StageForward) -> tuple[int, int]:
 
 def gradients_handed_back(forward: StageForward) -> GradientLayout:
     """How the gradients of a stage's inputs lie in memory, by one forward and backward."""
-    run = forward(lambda name: None)
+    return stage_backward(forward).handed_back
+
+
+def stage_backward(forward: StageForward, mark: Mark = lambda name: None) -> StageRun:
+    """One forward and backward; returns the emptied run."""
+    run = forward(mark)
     root = _root(run)
     run.inputs.clear()
     run.output = None
     _backward(root)
-    return run.handed_back
+    return run
 
 
 def count_flops() -> FlopCounterMode:

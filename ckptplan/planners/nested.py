@@ -89,7 +89,7 @@ def cheapest_plan(
     best = None if flat_nodes is None else _Known(flat_nodes, chain.value_of(flat_nodes))
     if best is not None and best.value == 0:
         return PlannerResult(best.nodes, 0.0)
-    if any(len(block.options) > 1 + (block.again is not None) for block in chain.blocks):
+    if any(len(block.options) > 1 + (block.inside_again is not None) for block in chain.blocks):
         best = _flat_over_options(chain, budget_bytes, best)
     relaxed = Problem(flat_stages(chain, relaxed=True), budget_bytes)
     lower = _least_value(chain, relaxed, LARGEST_VALUE if best is None else best.value)

@@ -16,7 +16,7 @@ from ckptplan.planners.flat import Stages
 from ckptplan.planners.tables import Transition
 from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, StageCost, recompute_costs
 from ckptplan.selective import short_names
-from ckptplan.simulate import recompute_time_ms
+from ckptplan.simulate import kept_in_replay, recompute_time_ms, recomputed_in_replay, stopped_forward_peak
 
 # Bytes of each storage at hand that nobody holds until backward (0 where it stands outside), or HELD.
 Loads = tuple[int, ...]
@@ -40,29 +40,32 @@ class Block(NamedTuple):
     """One block: what it hands on, its options, and what a recomputed segment needs to know of it.
 
     Attributes:
-        again: its bytes when recomputed; None: it may stand in no recomputed segment.
+        inside_keep, inside_again: its bytes inside a replay, kept and recomputed there; None: it may stand in no
+            recomputed segment.
+        bare_forward: most bytes of its first forward in a segment at the top, beside ``guard``.
+        guard: copies of its buffers, which such a segment holds.
+        random: where the random streams stood, of which a segment holds the largest of its blocks.
+        shortcut: most bytes of its forward where that ends a replay: it stops when all that backward needs is there.
         gradient: bytes of its outputs' gradients; None: it may not end a segment of several blocks.
         full, last: value of running it inside a replay, and of running it as the replay's last block.
     """
 
     outputs: Outputs
     options: tuple[Option, ...]
-    keep: StageCost
-    again: StageCost | None
+    inside_keep: StageCost
+    inside_again: StageCost | None
     gradient: int | None
     full: int
     last: int
+    bare_forward: int = 0
+    guard: int = 0
+    random: int = 0
+    shortcut: int = 0
 
     @property
     def least(self) -> int:
         """The least value of any recomputation of the block."""
         return min(self.full, self.last)
-
-    @property
-    def shortcut(self) -> int:
-        """Most bytes of its forward where that ends a replay: it stops when all that backward needs is there."""
-        assert self.again is not None
-        return max(0, self.again.backward_peak_bytes - (self.gradient or 0))
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class OptionChain:
 
     Attributes:
         kinds: per block a number; blocks of equal number are equal in everything.
+        loss_bytes: alive throughout the backward.
         unit: one unit of cost is ``unit`` ms or FLOPs; a value is units x ``runs_scale`` + number of block runs.
     """
 
@@ -81,6 +85,7 @@ class OptionChain:
     num_inputs: int
     unit: Fraction
     runs_scale: int
+    loss_bytes: int = 0
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -138,7 +143,7 @@ def option_chain(profile: ChainProfile, cost: CostKind | None) -> OptionChain:
     ]
     values = [tuple(round(Fraction(str(figure)) / unit) * runs_scale + 1 for figure in pair) for pair in works]
     blocks = tuple(
-        _block(block, full, last, of_parts, eligible=known is not None)
+        _block(profile, block, full, last, of_parts, eligible=known is not None)
         for block, (full, last), of_parts, known in zip(profile, values, part_values, last_costs, strict=True)
     )
     numbers: dict[Block, int] = {}
@@ -152,6 +157,7 @@ def option_chain(profile: ChainProfile, cost: CostKind | None) -> OptionChain:
         num_inputs=len(profile.input_bytes),
         unit=unit,
         runs_scale=runs_scale,
+        loss_bytes=profile.loss_bytes,
     )
 
 
@@ -209,7 +215,9 @@ def _part_costs(block: BlockProfile, cost: CostKind | None, *, is_untimed: bool)
     return {number: figure for number, figure in known if figure is not None}
 
 
-def _block(block: BlockProfile, full: int, last: int, parts: dict[int, int], *, eligible: bool) -> Block:
+def _block(
+    chain: ChainProfile, block: BlockProfile, full: int, last: int, parts: dict[int, int], *, eligible: bool
+) -> Block:
     assert block.keep is not None  # require_memory
     again = block.recompute if eligible else None
     options = [Option(block.keep, 0, Keep)]
@@ -219,7 +227,19 @@ def _block(block: BlockProfile, full: int, last: int, parts: dict[int, int], *, 
         option = block.selective[number]
         options.append(Option(option.cost, value, KeepPart(short_names(block, option))))
     outputs = tuple(zip(block.output_bytes, block.output_is_input, strict=True))
-    return Block(outputs, tuple(options), block.keep, again, block.output_gradient_bytes, full, last)
+    return Block(
+        outputs,
+        tuple(options),
+        kept_in_replay(block),
+        None if again is None else recomputed_in_replay(block, again),
+        block.output_gradient_bytes,
+        full,
+        last,
+        bare_forward=0 if again is None else again.forward_peak_bytes - block.guard_bytes,
+        guard=block.guard_bytes,
+        random=block.random_state_bytes,
+        shortcut=0 if again is None else stopped_forward_peak(chain, block, again),
+    )
 
 
 def _full_cost(block: BlockProfile, last: float | None, cost: CostKind) -> float:
@@ -329,7 +349,7 @@ def flat_stages(chain: OptionChain, *, relaxed: bool = False) -> Stages:
         ways = [(option.cost, option.value) for option in block.options]
         if relaxed:
             ways = [(_lowest_backward(cost), value) for cost, value in ways]
-            if block.again is not None:
+            if block.inside_again is not None:
                 ways.append((NOTHING, block.least))
         stages.append(ways)
         outputs.append(block.outputs)

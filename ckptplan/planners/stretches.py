@@ -1,12 +1,14 @@
 """Staircases of all stretches of a chain: the recursion behind nested plans.
 
-Method. A recomputed segment is one stage: it saves nothing, its first forward and its boundaries do not depend on what
-happens inside, and its replay is a chain of its own with the gradient of its last block alive. So three families of
-staircases describe every recursive plan (after Beaumont et al., "Optimal checkpointing for heterogeneous chains",
-2019; memory is not discretised here, and boundaries are counted by who holds them):
+Method. A recomputed segment is one stage: what it saves (random streams, first values of buffers), its first forward
+and its boundaries do not depend on what happens inside, and its replay is a chain of its own with the gradient of its
+last block alive. So three families of staircases describe every recursive plan (after Beaumont et al., "Optimal
+checkpointing for heterogeneous chains", 2019; memory is not discretised here, and boundaries are counted by who holds
+them):
 
 - ``segment(p, j)``: replay and backward of blocks p .. j as one Recompute node; bytes above its input.
-- ``inside(p, j, loads)``: the rest of such a replay from block p on, where ``loads`` bytes at hand are held by nobody.
+- ``inside(p, j, loads, streams)``: the rest of such a replay from block p on, where ``loads`` bytes at hand are held
+  by nobody, and ``streams`` bytes are kept until it has run, to put random streams back.
 - ``behind(p, loads)``: the rest of the step at the top of the plan.
 
 Each is the lowest over the ways to begin: a block under one of its options, or a segment p .. q whose own staircase
@@ -22,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ckptplan.plan import Keep, PlanNode, Recompute
-from ckptplan.planners.options import Block, Loads, OptionChain, Outputs, Passage, passed_on, recompute_one, unheld
+from ckptplan.planners.options import Loads, OptionChain, Outputs, Passage, passed_on, recompute_one, unheld
 from ckptplan.planners.stairs import Stairs, added, coarsened, lowest, shifted, single
 from ckptplan.profiles import StageCost
 
@@ -37,7 +39,9 @@ class Span(NamedTuple):
     """What does not depend on the plan inside a segment.
 
     Attributes:
-        forward: most bytes of its first forward, above its input; nothing is retained in it.
+        forward: most bytes of its first forward inside a replay, above its input; nothing is retained in it.
+        bare: the same at the top of the plan, without the copies of buffers.
+        guard, random: copies of its buffers (held by a segment at the top), and of random streams (by any).
         loads: bytes at hand behind its last block in that forward.
         outputs: its last block's outputs, traced back to its own inputs.
         full, least: value of running all its blocks once, and the least value of recomputing them.
@@ -50,6 +54,9 @@ class Span(NamedTuple):
     full: int
     least: int
     eligible: bool
+    bare: int = 0
+    guard: int = 0
+    random: int = 0
 
 
 class Way(NamedTuple):
@@ -135,7 +142,7 @@ class Stretches:
         self._kind_runs: list[list[int]] = [[] for _ in chain.blocks]
         self._spans: dict[int, Span] = {}
         self._segments: dict[int, Stairs] = {}
-        self._inside: dict[tuple[int, Loads], Stairs] = {}
+        self._inside: dict[tuple[int, Loads, int], Stairs] = {}
         self._behind: dict[tuple[int, Loads], Stairs] = {}
 
     # asked from outside
@@ -168,16 +175,17 @@ class Stretches:
         """Replay and backward of blocks ``first`` to ``last`` as one Recompute node of several children."""
         number = self._number(first, last)
         if number not in self._segments:
-            ways = self._ways_inside(first, last, self._zeros(first))
+            streams = self.span(first, last).random
+            ways = self._ways_inside(first, last, self._zeros(first), streams)
             self._segments[number] = self._limited(first, last, [way.stairs() for way in ways])
         return self._segments[number]
 
-    def inside(self, first: int, last: int, loads: Loads) -> Stairs:
+    def inside(self, first: int, last: int, loads: Loads, streams: int) -> Stairs:
         """The rest of a replay that ends with block ``last``."""
         loads = unheld(loads)
-        key = (self._number(first, last), loads)
+        key = (self._number(first, last), loads, streams)
         if key not in self._inside:
-            self._inside[key] = self._make_inside(first, last, loads)
+            self._inside[key] = self._make_inside(first, last, loads, streams)
         return self._inside[key]
 
     def behind(self, first: int, loads: Loads) -> Stairs:
@@ -195,16 +203,18 @@ class Stretches:
                 self._behind[key] = self._coarsened(stairs)
         return self._behind[key]
 
-    def _make_inside(self, first: int, last: int, loads: Loads) -> Stairs:
+    def _make_inside(self, first: int, last: int, loads: Loads, streams: int) -> Stairs:
         if first == last:
-            return self._limited(first, last, [way.stairs() for way in self._ways_last(first, last, loads)])
+            return self._limited(first, last, [way.stairs() for way in self._ways_last(first, last, loads, streams)])
+        if streams != self.span(first, last).random:  # a block before it draws, none in it
+            return self._limited(first, last, [way.stairs() for way in self._ways_inside(first, last, loads, streams)])
         alone = self.segment(first, last)
         if not any(loads):
             return alone
         # A first child that takes hold of all that is at hand needs just these bytes more than with nothing at hand;
         # of one that does not this is more than it needs, so its true figures are put beside.
         parts = [shifted(alone, sum(loads), 0, 0)]
-        parts += [way.stairs() for way in self._ways_inside(first, last, loads, leaving=True)]
+        parts += [way.stairs() for way in self._ways_inside(first, last, loads, streams, leaving=True)]
         return self._limited(first, last, parts)
 
     def _limited(self, first: int, last: int, parts: list[Stairs]) -> Stairs:
@@ -233,55 +243,60 @@ class Stretches:
             yield Way(first, floor, option.value, None, 0, rest, passage.retained, passage.loads, option.node)
         for end, span, passage in self._segments_from(first, len(self.chain) - 1, loads):
             own, rest = self.segment(first, end), self.behind(end + 1, passage.loads)
-            floor = passage.unheld + span.forward
-            yield Way(end, floor, 0, own, passage.newly, rest, passage.retained, passage.loads, None)
+            floor, kept = passage.unheld + span.bare + span.guard, span.guard + span.random
+            yield Way(end, floor, 0, own, passage.newly + kept, rest, passage.retained + kept, passage.loads, None)
 
-    def _ways_inside(self, first: int, last: int, loads: Loads, *, leaving: bool = False) -> Iterator[Way]:
+    def _ways_inside(
+        self, first: int, last: int, loads: Loads, streams: int, *, leaving: bool = False
+    ) -> Iterator[Way]:
         """First children of a replay of several blocks; ``leaving``: only those that leave some load unheld."""
-        block, gradient, loads = self.chain.blocks[first], self.chain.blocks[last].gradient, unheld(loads)
-        assert block.again is not None
-        assert gradient is not None
+        block, loads = self.chain.blocks[first], unheld(loads)
+        assert block.inside_again is not None
+        beside = self._beside(last, streams)
         for cost, value, node in (
-            (block.keep, block.full, Keep),
-            (block.again, block.full + block.last, recompute_one),
+            (block.inside_keep, block.full, Keep),
+            (block.inside_again, block.full + block.last, recompute_one),
         ):
             passage = passed_on(cost, block.outputs, loads)
             if leaving and passage.newly == passage.unheld:
                 continue
-            forward = gradient + passage.unheld + cost.forward_peak_bytes
-            rest = self.inside(first + 1, last, passage.loads)
+            forward = beside + passage.unheld + cost.forward_peak_bytes
+            rest = self.inside(first + 1, last, passage.loads, streams)
             floor = max(forward, passage.newly + cost.backward_peak_bytes)
             yield Way(first, floor, value, None, 0, rest, passage.retained, passage.loads, node)
         if leaving and passage.newly == passage.unheld:
             return  # segments hold what their first block does when it is recomputed
         for end, span, passage in self._segments_from(first, last - 1, loads):
-            own, rest = self.segment(first, end), self.inside(end + 1, last, passage.loads)
-            floor = gradient + passage.unheld + span.forward
-            yield Way(end, floor, span.full, own, passage.newly, rest, passage.retained, passage.loads, None)
-        if any(loads):
-            yield from self._ways_last(first, last, loads)
+            own, rest = self.segment(first, end), self.inside(end + 1, last, passage.loads, streams)
+            floor, kept = beside + passage.unheld + span.forward, span.random
+            value, held = span.full, passage.newly + kept
+            yield Way(end, floor, value, own, held, rest, passage.retained + kept, passage.loads, None)
+        if any(loads) or streams != self.span(first, last).random:
+            yield from self._ways_last(first, last, loads, streams)
 
-    def _ways_last(self, first: int, last: int, loads: Loads) -> Iterator[Way]:
-        """The last child of a replay: it runs only as far as its backward needs, a nested node not at all."""
-        block, gradient, loads = self.chain.blocks[first], self.chain.blocks[last].gradient, unheld(loads)
-        again = block.again
-        assert again is not None
+    def _beside(self, last: int, streams: int) -> int:
+        """Bytes alive while a replay that ends with block ``last`` runs: its gradient, the loss, random streams."""
+        gradient = self.chain.blocks[last].gradient
         assert gradient is not None
+        return gradient + self.chain.loss_bytes + streams
+
+    def _ways_last(self, first: int, last: int, loads: Loads, streams: int) -> Iterator[Way]:
+        """The last child of a replay: it runs only as far as its backward needs, a nested node not at all."""
+        block, beside, loads = self.chain.blocks[first], self._beside(last, streams), unheld(loads)
+        again = block.inside_again
+        assert again is not None
         if first < last:
             passage = passed_on(again, block.outputs, loads)
-            floor = gradient + passage.unheld
-            yield Way(last, floor, 0, self.segment(first, last), passage.newly, None, 0, (), None)
+            own, kept = self.segment(first, last), self.span(first, last).random
+            yield Way(last, beside + passage.unheld, 0, own, passage.newly + kept, None, 0, (), None)
             return
-        for cost, forward, node in (
-            (block.keep, min(block.keep.forward_peak_bytes, block.shortcut), Keep),
-            (again, 0, recompute_one),
-        ):
+        for cost, forward, node in ((block.inside_keep, block.shortcut, Keep), (again, 0, recompute_one)):
             passage = passed_on(cost, block.outputs, loads)
-            floor = max(gradient + passage.unheld + forward, passage.newly + cost.backward_peak_bytes)
+            floor = max(beside + passage.unheld + forward, passage.newly + cost.backward_peak_bytes)
             yield Way(last, floor, block.last, None, 0, None, 0, (), node)
 
     def _segments_from(self, first: int, most: int, loads: Loads) -> Iterator[tuple[int, Span, Passage]]:
-        again = self.chain.blocks[first].again
+        again = self.chain.blocks[first].inside_again
         if again is None:
             return
         held = StageCost(0, 0, 0, again.keeps_input, (False,))
@@ -302,9 +317,11 @@ class Stretches:
 
     def _children(self, first: int, last: int, loads: Loads, free_bytes: int) -> tuple[PlanNode, ...]:
         found: list[PlanNode] = []
+        streams = self.span(first, last).random
         while first <= last:
             alone = first == last
-            ways = self._ways_last(first, last, loads) if alone else self._ways_inside(first, last, loads)
+            choose = self._ways_last if alone else self._ways_inside
+            ways = choose(first, last, loads, streams)
             way = _best(ways, free_bytes)
             found.append(self._node(first, way, free_bytes))
             first, loads, free_bytes = way.end + 1, way.loads, free_bytes - way.rest_bytes
@@ -347,18 +364,24 @@ class Stretches:
             before = Span(0, zeros, tuple((0, i) for i in range(len(zeros))), 0, 0, True)
         else:
             before = self.span(first, last - 1)
-        forward = max(before.forward, sum(before.loads) + _bare_forward(block))
+        forward = max(before.forward, sum(before.loads) + block.bare_forward + block.guard)
+        bare = max(before.bare, sum(before.loads) + block.bare_forward)
         loads = tuple(size if passed is None else before.loads[passed] for size, passed in block.outputs)
         outputs = tuple((size, None) if passed is None else before.outputs[passed] for size, passed in block.outputs)
-        eligible = before.eligible and block.again is not None
-        return Span(forward, loads, outputs, before.full + block.full, before.least + block.least, eligible)
+        return Span(
+            forward,
+            loads,
+            outputs,
+            before.full + block.full,
+            before.least + block.least,
+            before.eligible and block.inside_again is not None,
+            bare,
+            before.guard + block.guard,
+            max(before.random, block.random),
+        )
 
     def _may_recompute(self, first: int, last: int) -> bool:
         return self.span(first, last).eligible and self.chain.blocks[last].gradient is not None
-
-
-def _bare_forward(block: Block) -> int:
-    return 0 if block.again is None else block.again.forward_peak_bytes
 
 
 def _best(ways: Iterator[Way], free_bytes: int) -> Way:

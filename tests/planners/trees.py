@@ -82,33 +82,72 @@ def _leaves(tree: Tree) -> list[int]:
     return [tree] if isinstance(tree, int) else [i for child in tree for i in _leaves(child)]
 
 
-def _stage(chain: ChainProfile, tree: Tree) -> tuple[StageCost, Any] | None:
-    """Figures of a node as one stage, and whatever knows its outputs."""
+def _stage(chain: ChainProfile, tree: Tree, *, replayed: bool = False) -> tuple[StageCost, Any] | None:
+    """Figures of a node as one stage, and whatever knows its outputs; ``replayed``: inside a running replay."""
     if isinstance(tree, int):
         cost = chain[tree].keep
         assert cost is not None
-        return cost, chain[tree]
+        return (_on_copies(chain[tree], cost) if replayed else cost), chain[tree]
     members = [chain[i] for i in _leaves(tree)]
     if any(m.recompute is None or not m.eligible_for_checkpoint for m in members):
         return None
     if len(members) == 1:
-        return members[0].recompute, members[0]  # type: ignore[return-value]
+        return _alone(members[0], replayed), members[0]
     gradient = members[-1].output_gradient_bytes
-    children = [_stage(chain, child) for child in tree]
+    children = [_stage(chain, child, replayed=True) for child in tree]
     if gradient is None or any(child is None for child in children):
         return None
     count = len(members[0].recompute.keeps_input)  # type: ignore[union-attr]
-    bare = [(replace(m.recompute, saved_bytes=0, keeps_input=(False,), keeps_output=(False,)), m) for m in members]  # type: ignore[type-var]
+    noted = max(m.random_state_bytes for m in members)
+    copied = 0 if replayed else sum(m.guard_bytes for m in members)
+    bare = [(_retaining_nothing(m, 0 if replayed else copied - m.guard_bytes), m) for m in members]
     first_forward, _ = _step(bare, count)
     last_cost, last_outputs = children[-1]  # type: ignore[misc]
     runs = 0
     if isinstance(tree[-1], int):
-        runs = min(last_cost.forward_peak_bytes, max(0, members[-1].recompute.backward_peak_bytes - gradient))  # type: ignore[union-attr]
+        runs = min(last_cost.forward_peak_bytes, _until_stopped(chain, members[-1], gradient))
     children[-1] = (replace(last_cost, forward_peak_bytes=runs), last_outputs)
-    replayed, backward = _step(children, count)
+    replay, backward = _step(children, count)
     keeps = members[0].recompute.keeps_input  # type: ignore[union-attr]
-    whole = StageCost(0, max(first_forward), max(gradient + max(replayed), *backward), keeps, (False,))
+    most = max(gradient + noted + chain.loss_bytes + max(replay), *backward)
+    whole = StageCost(copied + noted, max(first_forward), copied + noted + most, keeps, (False,))
     return whole, _Outputs(members, count)
+
+
+def _retaining_nothing(block: BlockProfile, beside: int) -> StageCost:
+    assert block.recompute is not None
+    return StageCost(0, block.recompute.forward_peak_bytes + beside, 0, (False,), (False,))
+
+
+def _on_copies(block: BlockProfile, cost: StageCost) -> StageCost:
+    backward = block.replayed_backward_peak_bytes
+    return StageCost(
+        cost.saved_bytes + block.replay_copy_bytes,
+        cost.forward_peak_bytes + block.guard_bytes,
+        cost.backward_peak_bytes + block.replay_copy_bytes if backward is None else backward,
+        cost.keeps_input,
+        cost.keeps_output,
+    )
+
+
+def _alone(block: BlockProfile, replayed: bool) -> StageCost:
+    cost = block.recompute
+    assert cost is not None
+    less = block.guard_bytes if replayed else 0
+    return replace(
+        cost,
+        saved_bytes=max(0, cost.saved_bytes - less),
+        backward_peak_bytes=max(0, cost.backward_peak_bytes - less),
+    )
+
+
+def _until_stopped(chain: ChainProfile, block: BlockProfile, gradient: int) -> int:
+    known = block.stopped_forward_peak_bytes
+    if known is not None:
+        return known + block.guard_bytes
+    assert block.recompute is not None
+    alone = block.recompute.backward_peak_bytes - gradient - chain.loss_bytes
+    return max(0, alone - 2 * (block.guard_bytes + block.random_state_bytes)) + block.guard_bytes
 
 
 class _Outputs:
@@ -178,8 +217,31 @@ def uneven(chain: ChainProfile, seed: int) -> ChainProfile:
         if seed % 3 == 0 and block is not chain[-1]:
             gradient = rng.choice([None, 0, gradient])
         forward_ms = rng.randint(16, 160) / 32
-        blocks.append(replace(block, recompute=again, output_gradient_bytes=gradient, forward_time_ms=forward_ms))
-    return replace(chain, blocks=tuple(blocks))
+        changed = replace(block, recompute=again, output_gradient_bytes=gradient, forward_time_ms=forward_ms)
+        blocks.append(guarded(changed, rng) if seed % 4 > 1 else changed)
+    return replace(chain, blocks=tuple(blocks), loss_bytes=rng.choice([0, 8, 2**19]))
+
+
+def guarded(block: BlockProfile, rng: random.Random) -> BlockProfile:
+    """The block with buffers that it changes and random draws, or some of that, large enough to decide plans."""
+    mib = 2**20
+    guard, noted = rng.choice([0, mib // 2, 2 * mib]), rng.choice([0, 0, mib])
+    again = block.recompute
+    assert again is not None
+    return replace(
+        block,
+        recompute=replace(
+            again,
+            saved_bytes=again.saved_bytes + guard + noted,
+            forward_peak_bytes=again.forward_peak_bytes + guard + mib,
+            backward_peak_bytes=again.backward_peak_bytes + 2 * (guard + noted),
+        ),
+        guard_bytes=guard,
+        replay_copy_bytes=rng.choice([0, guard]),
+        random_state_bytes=noted,
+        stopped_forward_peak_bytes=rng.choice([None, again.forward_peak_bytes // 2]),
+        replayed_backward_peak_bytes=rng.choice([None, again.backward_peak_bytes]),
+    )
 
 
 def with_parts(chain: ChainProfile, seed: int, most: int = 3) -> ChainProfile:
@@ -235,7 +297,7 @@ def five_options(chain: OptionChain, seed: int) -> tuple[OptionChain, dict[tuple
         options = list(block.options)
         for number in range(3):
             share = (number + 1) / 4 + rng.random() / 8
-            keep = block.keep
+            keep = block.options[0].cost
             cost = replace(keep, saved_bytes=int(keep.saved_bytes * share))
             value = int((1 - share) ** 2 * block.last) // chain.runs_scale * chain.runs_scale + 1
             options.append(Option(cost, value, _StandIn(number)))
