@@ -7,7 +7,7 @@ interval of the step, and the intervals are summed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -192,9 +192,12 @@ def _part_kept(block: BlockProfile, node: Selective) -> int:
 
 
 class _Stage(NamedTuple):
+    """``shrunk``: of a node in a replay, its backward peak by the bytes of each input that nobody else holds."""
+
     cost: StageCost
     output_bytes: Sequence[int]
     output_is_input: Sequence[int | None]
+    shrunk: Callable[[list[int]], int] | None = None
 
 
 def _as_stage(chain: ChainProfile, node: PlanNode, depth: int = 0) -> _Stage:
@@ -202,7 +205,10 @@ def _as_stage(chain: ChainProfile, node: PlanNode, depth: int = 0) -> _Stage:
     members = [chain[i] for i in blocks_of((node,))]
     if len(members) == 1:
         block = members[0]
-        return _Stage(_single(block, node, depth), block.output_bytes, block.output_is_input)
+        shrunk = None
+        if depth and isinstance(node, Recompute):
+            shrunk = lambda own: _single_shrunk(chain, block, _single(block, node, depth), own)  # noqa: E731
+        return _Stage(_single(block, node, depth), block.output_bytes, block.output_is_input, shrunk)
     assert isinstance(node, Recompute)
     num_inputs = _num_entering(chain, blocks_of((node,))[0])
     streams = max(b.random_state_bytes for b in members)
@@ -219,15 +225,36 @@ def _as_stage(chain: ChainProfile, node: PlanNode, depth: int = 0) -> _Stage:
     if isinstance(node.children[-1], Keep):
         cut = min(children[-1].cost.forward_peak_bytes, _run_to_stop(chain, members[-1], incoming))
     children[-1] = children[-1]._replace(cost=replace(children[-1].cost, forward_peak_bytes=cut))
-    replay_forward, backward = _phase_peaks(children, num_inputs)
+
+    def whole(own: list[int]) -> int:
+        """Replay and backward; inputs of which nobody else holds so many bytes go after the replay, or stay."""
+        run, backward = _phase_peaks(children, num_inputs, own)
+        gone = _unkept(members[0], own) if isinstance(node.children[0], Keep) else 0
+        return guards + max(max(run) + incoming + streams + chain.loss_bytes, max(backward) - gone)
+
+    guards = copies + streams
     sources: list[tuple[int, int | None]] = [(0, i) for i in range(num_inputs)]
     for block in members:
         outputs = zip(block.output_bytes, block.output_is_input, strict=True)
         sources = [(size, None) if passed is None else sources[passed] for size, passed in outputs]
-    whole = max(max(replay_forward) + incoming + streams + chain.loss_bytes, *backward)
-    guards = copies + streams
-    cost = StageCost(guards, max(first_forward), guards + whole, _costs(members[0]).keeps_input, (False,))
-    return _Stage(cost, [size for size, _ in sources], [passed for _, passed in sources])
+    cost = StageCost(guards, max(first_forward), whole([0] * num_inputs), _costs(members[0]).keeps_input, (False,))
+    return _Stage(cost, [size for size, _ in sources], [passed for _, passed in sources], whole if depth else None)
+
+
+def _unkept(block: BlockProfile, own: list[int]) -> int:
+    """Bytes that are in nobody's hands once the block has run: it does not keep them and does not pass them on."""
+    assert block.keep is not None
+    flags = block.keep.keeps_input * (len(own) if len(block.keep.keeps_input) == 1 else 1)
+    return sum(own[i] for i in range(len(own)) if not (flags[i] or i in block.output_is_input))
+
+
+def _single_shrunk(chain: ChainProfile, block: BlockProfile, cost: StageCost, own: list[int]) -> int:
+    behind, stopped, gone = block.replayed_backward_peak_bytes, block.stopped_forward_peak_bytes, _unkept(block, own)
+    if gone == 0 or behind is None or stopped is None:
+        return cost.backward_peak_bytes
+    beside = block.guard_bytes + block.random_state_bytes + chain.loss_bytes + (block.output_gradient_bytes or 0)
+    run = cost.saved_bytes + min(stopped + beside, cost.backward_peak_bytes - cost.saved_bytes)
+    return max(run, cost.saved_bytes + behind - gone)
 
 
 def _single(block: BlockProfile, node: PlanNode, depth: int) -> StageCost:
@@ -271,12 +298,16 @@ def _costs(block: BlockProfile) -> StageCost:
     return block.recompute
 
 
-def _phase_peaks(stages: Sequence[_Stage], num_inputs: int) -> tuple[list[int], list[int]]:
-    """Most bytes alive in the forward and in the backward of each stage."""
+def _phase_peaks(stages: Sequence[_Stage], num_inputs: int, own: Sequence[int] = ()) -> tuple[list[int], list[int]]:
+    """Most bytes alive in the forward and in the backward of each stage.
+
+    ``own``: of a replay, bytes of the inputs that nobody outside holds.
+    """
     n = len(stages)
     # steps[l] holds what changes at stage l; summed from the left they give the bytes at each stage
     forward_steps, backward_steps = [0] * (n + 2), [0] * (n + 2)
-    groups = _storages(stages, num_inputs)
+    groups, arriving = _storages(stages, num_inputs)
+    alone = {id(group): size for group, size in zip(groups, own, strict=False)}
     for group in groups:
         forward_steps[group.made_at + 1] += group.size
         if group.first_keeper is None:
@@ -289,6 +320,11 @@ def _phase_peaks(stages: Sequence[_Stage], num_inputs: int) -> tuple[list[int], 
     forward = [held + s.cost.forward_peak_bytes for held, s in zip(accumulate(forward_steps), stages, strict=False)]
     shared = {keeper for group in groups for keeper in group.later_keepers}
     peaks = [_backward_peak(stage.cost, index in shared) for index, stage in enumerate(stages)]
+    for index, stage in enumerate(stages):
+        if stage.shrunk is not None:
+            sole = [group.first_keeper == index for group in arriving[index]]  # the later ones are done by then
+            sizes = [alone.get(id(group), group.size) for group in arriving[index]]
+            peaks[index] = stage.shrunk([size if mine else 0 for size, mine in zip(sizes, sole, strict=True)])
     backward = [held + peak for held, peak in zip(accumulate(backward_steps), peaks, strict=False)]
     return forward, backward
 
@@ -308,9 +344,11 @@ class _Storage:
         self.later_keepers: list[int] = []
 
 
-def _storages(stages: Sequence[_Stage], num_inputs: int) -> list[_Storage]:
+def _storages(stages: Sequence[_Stage], num_inputs: int) -> tuple[list[_Storage], list[list[_Storage]]]:
+    """All storages, those that come in first; and per stage those that it finds at hand."""
     at_hand = [_Storage(0, -1) for _ in range(num_inputs)]
     found = list(at_hand)
+    arriving = []
     for index, stage in enumerate(stages):
         made = [
             _Storage(size, index) if passed is None else at_hand[passed]
@@ -323,10 +361,11 @@ def _storages(stages: Sequence[_Stage], num_inputs: int) -> list[_Storage]:
                     storage.first_keeper = index
                 elif kept and storage.first_keeper != index:
                     storage.later_keepers.append(index)
+        arriving.append(at_hand)
         for storage in at_hand:
             storage.last_use = max(storage.last_use, index)
         found += [storage for storage in made if storage.made_at == index]
         at_hand = made
     for storage in at_hand:
         storage.last_use = max(storage.last_use, len(stages) - 1)
-    return found
+    return found, arriving

@@ -63,12 +63,17 @@ class PlanCost:
 
 @dataclass(frozen=True)
 class _Stage:
-    """One step of the walk: a region, a block, or a recomputed segment."""
+    """One step of the walk: a region, a block, or a recomputed segment.
+
+    ``again`` is a recomputed node inside a replay. Its input is held by nobody else once that replay has run, so that
+    it may go in the midst of the node's backward.
+    """
 
     name: str
     cost: StageCost
     output_bytes: tuple[int, ...]
     output_is_input: tuple[int | None, ...]
+    again: Recompute | None = None
 
 
 def simulate_plan(
@@ -220,7 +225,8 @@ def _stage_of_node(chain: ChainProfile, node: PlanNode, *, inside: bool = False)
     if len(members) == 1:
         alone = _recompute_cost(first)
         cost = recomputed_in_replay(first, alone) if inside else alone
-        return _Stage(first.block_id, cost, first.output_bytes, first.output_is_input)
+        again = node if inside else None
+        return _Stage(first.block_id, cost, first.output_bytes, first.output_is_input, again)
     output_bytes, output_is_input = _outputs_of_segment(
         [chain[i] for i in members], len(_recompute_inputs(chain, node))
     )
@@ -232,7 +238,8 @@ def _stage_of_node(chain: ChainProfile, node: PlanNode, *, inside: bool = False)
         keeps_input=_recompute_cost(first).keeps_input,
         keeps_output=(False,) * len(output_bytes),
     )
-    return _Stage(f"{first.block_id}..{last.block_id}", cost, output_bytes, output_is_input)
+    name = f"{first.block_id}..{last.block_id}"
+    return _Stage(name, cost, output_bytes, output_is_input, node if inside else None)
 
 
 def _random_bytes(chain: ChainProfile, node: Recompute) -> int:
@@ -330,11 +337,47 @@ def _forward_alone(block: BlockProfile, copied_bytes: int) -> int:
     return own + copied_bytes - block.guard_bytes if copied_bytes else own
 
 
-def _segment_backward_peak(chain: ChainProfile, node: Recompute) -> int:
+def _backward_letting_go(chain: ChainProfile, node: Recompute, only_its_own: Sequence[int]) -> int:
+    """Backward peak of a node inside a replay that alone holds so many bytes of each of its input storages."""
+    members = blocks_of((node,))
+    if len(members) == 1:
+        block = chain[members[0]]
+        alone, gone = _recompute_cost(block), let_go(block, only_its_own)
+        peaks = recomputed_peaks(chain, block, alone)
+        if peaks is None or not gone:
+            return recomputed_in_replay(block, alone).backward_peak_bytes
+        return max(peaks[0], peaks[1] - gone)
+    return _random_bytes(chain, node) + _segment_backward_peak(chain, node, only_its_own)
+
+
+def let_go(block: BlockProfile, only_its_own: Sequence[int]) -> int:
+    """Of bytes per input storage, those that a kept block has let go of when it has run."""
+    assert block.keep is not None  # require_memory
+    flags = block.keep.keeps_input
+    kept = flags * len(only_its_own) if len(flags) == 1 else flags
+    pairs = enumerate(zip(only_its_own, kept, strict=True))
+    return sum(size for i, (size, keeps) in pairs if not keeps and i not in block.output_is_input)
+
+
+def recomputed_peaks(chain: ChainProfile, block: BlockProfile, alone: StageCost) -> tuple[int, int] | None:
+    """Backward peaks of one block recomputed inside a replay: while it runs again, and behind that.
+
+    None where they were not measured apart.
+    """
+    inside = recomputed_in_replay(block, alone)
+    backward, stopped = block.replayed_backward_peak_bytes, block.stopped_forward_peak_bytes
+    if backward is None or stopped is None:
+        return None
+    running = (block.output_gradient_bytes or 0) + chain.loss_bytes + block.random_state_bytes + block.guard_bytes
+    return min(inside.backward_peak_bytes, inside.saved_bytes + running + stopped), inside.saved_bytes + backward
+
+
+def _segment_backward_peak(chain: ChainProfile, node: Recompute, only_its_own: Sequence[int] = ()) -> int:
     """Replay and backward of the segment: its children as a chain of their own; incoming gradient and loss alive.
 
     While it runs again the place of the random streams now is kept too, to be put back. What the segment
-    saves by itself is not in it.
+    saves by itself is not in it. Input storages that only it holds are alive until it has run again; then its first
+    child may hold them or not.
     """
     last = chain[blocks_of((node,))[-1]]
     if last.output_gradient_bytes is None:
@@ -344,9 +387,12 @@ def _segment_backward_peak(chain: ChainProfile, node: Recompute) -> int:
     ends_with_block = isinstance(node.children[-1], Keep)
     peak = stopped_forward_peak(chain, last, _recompute_cost(last)) if ends_with_block else 0
     children[-1] = replace(children[-1], cost=replace(children[-1].cost, forward_peak_bytes=peak))
-    timeline, _, _ = _walk(children, tuple(0 for _ in _recompute_inputs(chain, node)))
+    own = tuple(only_its_own) or tuple(0 for _ in _recompute_inputs(chain, node))
+    first = node.children[0]
+    gone = let_go(chain[first.block], own) if isinstance(first, Keep) else 0
+    timeline, _, _ = _walk(children, tuple(0 for _ in own), chain, own)
     running = last.output_gradient_bytes + _random_bytes(chain, node) + chain.loss_bytes
-    return max(level + (running if phase == "forward" else 0) for _, phase, level in timeline)
+    return max(level + (running if phase == "forward" else -gone) for _, phase, level in timeline)
 
 
 # The ledger ----------------------------------------------------------------------------------------------------------
@@ -381,17 +427,26 @@ _CALLER = -1
 
 
 def _walk(
-    stages: Sequence[_Stage], input_bytes: tuple[int, ...]
+    stages: Sequence[_Stage],
+    input_bytes: tuple[int, ...],
+    chain: ChainProfile | None = None,
+    only_its_own: Sequence[int] = (),
 ) -> tuple[tuple[tuple[str, str, int], ...], list[int], int]:
-    """(stage, phase, peak) in running order; bytes that each stage added to what is held; the level at the end."""
+    """(stage, phase, peak) in running order; bytes that each stage added to what is held; the level at the end.
+
+    ``only_its_own``: of a replay, bytes of the inputs that nobody outside holds once it has run.
+    """
     ledger = _Ledger()
     inputs = [ledger.new_storage(size) for size in input_bytes]
+    first_inputs = dict(zip(inputs, only_its_own, strict=False))
+    arriving: list[list[int]] = []
     timeline: list[tuple[str, str, int]] = []
     held: list[list[int]] = []  # per stage, the storages it holds until its backward
     created: list[list[int]] = []
     retained: list[int] = []
 
     for index, stage in enumerate(stages):
+        arriving.append(inputs)
         timeline.append((stage.name, "forward", ledger.level + stage.cost.forward_peak_bytes))
         passed_to = zip(stage.output_bytes, stage.output_is_input, strict=True)
         outputs = [ledger.new_storage(size) if source is None else inputs[source] for size, source in passed_to]
@@ -418,7 +473,14 @@ def _walk(
         for storage in created[index]:
             ledger.release(storage, index)
         shares_input = any(ledger.holders[storage] - {index} for storage in held[index])
-        timeline.append((stage.name, "backward", ledger.level + _backward_peak(stage.cost, shares_input)))
+        peak = _backward_peak(stage.cost, shares_input)
+        if stage.again is not None and chain is not None:
+            own = [
+                first_inputs.get(s, ledger.storage_bytes[s]) if ledger.holders[s] == {index} else 0
+                for s in arriving[index]
+            ]
+            peak = _backward_letting_go(chain, stage.again, own)
+        timeline.append((stage.name, "backward", ledger.level + peak))
         for storage in held[index]:
             ledger.release(storage, index)
     return tuple(timeline), retained, ledger.level

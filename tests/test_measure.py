@@ -575,7 +575,17 @@ class Net(nn.Module):
         return self.head(x.mean(dim=1))
 
 
-@pytest.mark.parametrize("text", ["R(0 1) K2 K3", "R(0 R(1 2)) K3", "R(0 1 2 3)", "R(R(0) R(1)) K2 R(3)"])
+NESTS = [
+    "R(0 1) K2 K3",
+    "R(0 R(1 2)) K3",
+    "R(0 1 2 3)",
+    "R(R(0) R(1)) K2 R(3)",
+    "R(R(R(0) 1) R(2)) K3",
+    "R(R(0 1) R(2 3))",
+]
+
+
+@pytest.mark.parametrize("text", NESTS)
 def test_segments_from_block_0_of_the_readmes_model_are_planned_and_proved(text: str) -> None:
     def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
@@ -589,4 +599,4 @@ def test_segments_from_block_0_of_the_readmes_model_are_planned_and_proved(text:
     proof = prove_model(model, plan, batch, loss_fn, device=torch.device("cpu"), trials=Trials(0, 1))
     assert proof.gradients is not None
     assert proof.gradients.passed
-    assert plan.predicted_peak_bytes == pytest.approx(proof.peak_bytes, rel=0.01)
+    assert plan.predicted_peak_bytes == proof.peak_bytes

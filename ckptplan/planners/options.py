@@ -16,7 +16,13 @@ from ckptplan.planners.flat import Stages
 from ckptplan.planners.tables import Transition
 from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, StageCost, recompute_costs
 from ckptplan.selective import short_names
-from ckptplan.simulate import kept_in_replay, recompute_time_ms, recomputed_in_replay, stopped_forward_peak
+from ckptplan.simulate import (
+    kept_in_replay,
+    recompute_time_ms,
+    recomputed_in_replay,
+    recomputed_peaks,
+    stopped_forward_peak,
+)
 
 # Bytes of each storage at hand that nobody holds until backward (0 where it stands outside), or HELD.
 Loads = tuple[int, ...]
@@ -46,6 +52,8 @@ class Block(NamedTuple):
         guard: copies of its buffers, which such a segment holds.
         random: where the random streams stood, of which a segment holds the largest of its blocks.
         shortcut: most bytes of its forward where that ends a replay: it stops when all that backward needs is there.
+        recomputed: inside a replay, backward peaks while it runs again and behind that; None: told apart in nothing.
+        lets_go: per input storage, whether that is held for running it again but not by the block when it has run.
         gradient: bytes of its outputs' gradients; None: it may not end a segment of several blocks.
         full, last: value of running it inside a replay, and of running it as the replay's last block.
     """
@@ -61,6 +69,8 @@ class Block(NamedTuple):
     guard: int = 0
     random: int = 0
     shortcut: int = 0
+    recomputed: tuple[int, int] | None = None
+    lets_go: tuple[bool, ...] = (False,)
 
     @property
     def least(self) -> int:
@@ -239,7 +249,23 @@ def _block(
         guard=block.guard_bytes,
         random=block.random_state_bytes,
         shortcut=0 if again is None else stopped_forward_peak(chain, block, again),
+        recomputed=None if again is None else recomputed_peaks(chain, block, again),
+        lets_go=_lets_go(block, again),
     )
+
+
+def _lets_go(block: BlockProfile, again: StageCost | None) -> tuple[bool, ...]:
+    assert block.keep is not None  # require_memory
+    if again is None:
+        return (False,)
+    count = max(len(again.keeps_input), len(block.keep.keeps_input), *(1 + (i or 0) for i in block.output_is_input), 1)
+    held, kept = spread(again.keeps_input, count), spread(block.keep.keeps_input, count)
+    if len(held) != count or len(kept) != count:
+        return (False,)  # no inputs
+    flags = tuple(
+        h and not k and i not in block.output_is_input for i, (h, k) in enumerate(zip(held, kept, strict=True))
+    )
+    return flags if any(flags) else (False,)
 
 
 def _full_cost(block: BlockProfile, last: float | None, cost: CostKind) -> float:

@@ -6,9 +6,10 @@ last block alive. So three families of staircases describe every recursive plan 
 checkpointing for heterogeneous chains", 2019; memory is not discretised here, and boundaries are counted by who holds
 them):
 
-- ``segment(p, j)``: replay and backward of blocks p .. j as one Recompute node; bytes above its input.
+- ``segment(p, j, own)``: replay and backward of blocks p .. j as one Recompute node; bytes above its input, of which
+  it lets go of ``own`` if its first child does not hold them: inside a replay nobody else may.
 - ``inside(p, j, loads, streams)``: the rest of such a replay from block p on, where ``loads`` bytes at hand are held
-  by nobody, and ``streams`` bytes are kept until it has run, to put random streams back.
+  by nobody, and ``streams`` bytes are kept until it has run (random streams to put back, an input that nobody holds).
 - ``behind(p, loads)``: the rest of the step at the top of the plan.
 
 Each is the lowest over the ways to begin: a block under one of its options, or a segment p .. q whose own staircase
@@ -24,7 +25,17 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ckptplan.plan import Keep, PlanNode, Recompute
-from ckptplan.planners.options import Loads, OptionChain, Outputs, Passage, passed_on, recompute_one, unheld
+from ckptplan.planners.options import (
+    Block,
+    Loads,
+    OptionChain,
+    Outputs,
+    Passage,
+    passed_on,
+    recompute_one,
+    spread,
+    unheld,
+)
 from ckptplan.planners.stairs import Stairs, added, coarsened, lowest, shifted, single
 from ckptplan.profiles import StageCost
 
@@ -69,6 +80,8 @@ class Way(NamedTuple):
         rest, rest_bytes: the same for what follows; None where nothing does.
         loads: bytes at hand for what follows.
         node: of a block; None for a segment.
+        own_loads: input storages that only a segment holds and may let go of.
+        streams: kept until the replay that the way stands in has run.
     """
 
     end: int
@@ -80,6 +93,8 @@ class Way(NamedTuple):
     rest_bytes: int
     loads: Loads
     node: Callable[[int], PlanNode] | None
+    own_loads: Loads = ()
+    streams: int = 0
 
     def stairs(self) -> Stairs:
         parts = [(s, b) for s, b in ((self.own, self.own_bytes), (self.rest, self.rest_bytes)) if s is not None]
@@ -141,7 +156,7 @@ class Stretches:
         self._numbers: dict[tuple[int, int], int] = {}
         self._kind_runs: list[list[int]] = [[] for _ in chain.blocks]
         self._spans: dict[int, Span] = {}
-        self._segments: dict[int, Stairs] = {}
+        self._segments: dict[tuple[int, Loads], Stairs] = {}
         self._inside: dict[tuple[int, Loads, int], Stairs] = {}
         self._behind: dict[tuple[int, Loads], Stairs] = {}
 
@@ -153,6 +168,7 @@ class Stretches:
             for first in range(len(self.chain) - length + 1):
                 if self._may_recompute(first, first + length - 1):
                     self.segment(first, first + length - 1)
+                    self.segment(first, first + length - 1, self._let_go(first, self._handed(first)))
         for first in range(len(self.chain) - 1, 0, -1):
             self.behind(first, self.span(first - 1, first - 1).loads)
         passage, need = self._start()
@@ -171,14 +187,14 @@ class Stretches:
 
     # the staircases
 
-    def segment(self, first: int, last: int) -> Stairs:
+    def segment(self, first: int, last: int, own: Loads = ()) -> Stairs:
         """Replay and backward of blocks ``first`` to ``last`` as one Recompute node of several children."""
-        number = self._number(first, last)
-        if number not in self._segments:
+        key = (self._number(first, last), own)
+        if key not in self._segments:
             streams = self.span(first, last).random
-            ways = self._ways_inside(first, last, self._zeros(first), streams)
-            self._segments[number] = self._limited(first, last, [way.stairs() for way in ways])
-        return self._segments[number]
+            ways = self._ways_inside(first, last, self._zeros(first), streams, own)
+            self._segments[key] = self._limited(first, last, [way.stairs() for way in ways])
+        return self._segments[key]
 
     def inside(self, first: int, last: int, loads: Loads, streams: int) -> Stairs:
         """The rest of a replay that ends with block ``last``."""
@@ -206,7 +222,7 @@ class Stretches:
     def _make_inside(self, first: int, last: int, loads: Loads, streams: int) -> Stairs:
         if first == last:
             return self._limited(first, last, [way.stairs() for way in self._ways_last(first, last, loads, streams)])
-        if streams != self.span(first, last).random:  # a block before it draws, none in it
+        if streams != self.span(first, last).random or self._let_go(first, loads):
             return self._limited(first, last, [way.stairs() for way in self._ways_inside(first, last, loads, streams)])
         alone = self.segment(first, last)
         if not any(loads):
@@ -247,31 +263,37 @@ class Stretches:
             yield Way(end, floor, 0, own, passage.newly + kept, rest, passage.retained + kept, passage.loads, None)
 
     def _ways_inside(
-        self, first: int, last: int, loads: Loads, streams: int, *, leaving: bool = False
+        self, first: int, last: int, loads: Loads, streams: int, own: Loads = (), *, leaving: bool = False
     ) -> Iterator[Way]:
-        """First children of a replay of several blocks; ``leaving``: only those that leave some load unheld."""
+        """First children of a replay of several blocks.
+
+        Args:
+            own: at the very beginning, the inputs of the whole node that only it holds.
+            leaving: only those that leave some load unheld.
+        """
         block, loads = self.chain.blocks[first], unheld(loads)
         assert block.inside_again is not None
-        beside = self._beside(last, streams)
-        for cost, value, node in (
-            (block.inside_keep, block.full, Keep),
-            (block.inside_again, block.full + block.last, recompute_one),
+        beside, gone = self._beside(last, streams), sum(own)
+        may_go = own or self._let_go(first, loads)
+        for cost, value, node, backward, let_go in (
+            (block.inside_keep, block.full, Keep, block.inside_keep.backward_peak_bytes, gone),
+            (block.inside_again, block.full + block.last, recompute_one, _backward_again(block, may_go), 0),
         ):
             passage = passed_on(cost, block.outputs, loads)
             if leaving and passage.newly == passage.unheld:
                 continue
             forward = beside + passage.unheld + cost.forward_peak_bytes
-            rest = self.inside(first + 1, last, passage.loads, streams)
-            floor = max(forward, passage.newly + cost.backward_peak_bytes)
-            yield Way(first, floor, value, None, 0, rest, passage.retained, passage.loads, node)
+            rest = self.inside(first + 1, last, passage.loads, streams + let_go)
+            floor, retained = max(forward, passage.newly + backward - let_go), passage.retained - let_go
+            yield Way(first, floor, value, None, 0, rest, retained, passage.loads, node, streams=streams + let_go)
         if leaving and passage.newly == passage.unheld:
             return  # segments hold what their first block does when it is recomputed
         for end, span, passage in self._segments_from(first, last - 1, loads):
-            own, rest = self.segment(first, end), self.inside(end + 1, last, passage.loads, streams)
-            floor, kept = beside + passage.unheld + span.forward, span.random
-            value, held = span.full, passage.newly + kept
-            yield Way(end, floor, value, own, held, rest, passage.retained + kept, passage.loads, None)
-        if any(loads) or streams != self.span(first, last).random:
+            stairs, rest = self.segment(first, end, may_go), self.inside(end + 1, last, passage.loads, streams)
+            floor, kept = beside + passage.unheld + span.forward, passage.newly + span.random
+            retained = passage.retained + span.random
+            yield Way(end, floor, span.full, stairs, kept, rest, retained, passage.loads, None, may_go, streams)
+        if not own and (any(loads) or streams != self.span(first, last).random):
             yield from self._ways_last(first, last, loads, streams)
 
     def _beside(self, last: int, streams: int) -> int:
@@ -285,15 +307,31 @@ class Stretches:
         block, beside, loads = self.chain.blocks[first], self._beside(last, streams), unheld(loads)
         again = block.inside_again
         assert again is not None
+        may_go = self._let_go(first, loads)
         if first < last:
             passage = passed_on(again, block.outputs, loads)
-            own, kept = self.segment(first, last), self.span(first, last).random
-            yield Way(last, beside + passage.unheld, 0, own, passage.newly + kept, None, 0, (), None)
+            stairs, kept = self.segment(first, last, may_go), passage.newly + self.span(first, last).random
+            yield Way(last, beside + passage.unheld, 0, stairs, kept, None, 0, (), None, may_go)
             return
-        for cost, forward, node in ((block.inside_keep, block.shortcut, Keep), (again, 0, recompute_one)):
+        for cost, forward, node, backward in (
+            (block.inside_keep, block.shortcut, Keep, block.inside_keep.backward_peak_bytes),
+            (again, 0, recompute_one, _backward_again(block, may_go)),
+        ):
             passage = passed_on(cost, block.outputs, loads)
-            floor = max(beside + passage.unheld + forward, passage.newly + cost.backward_peak_bytes)
+            floor = max(beside + passage.unheld + forward, passage.newly + backward)
             yield Way(last, floor, block.last, None, 0, None, 0, (), node)
+
+    def _let_go(self, first: int, loads: Loads) -> Loads:
+        """Of what is at hand for block ``first`` and held by nobody, what it lets go of after it has run again."""
+        flags = spread(self.chain.blocks[first].lets_go, len(loads))
+        own = tuple(size if flag and size > 0 else 0 for flag, size in zip(flags, loads, strict=True))
+        return own if any(own) else ()
+
+    def _handed(self, first: int) -> Loads:
+        """What block ``first`` finds at hand where nobody holds it."""
+        if first > 0:
+            return tuple(size for size, _ in self.chain.blocks[first - 1].outputs)
+        return self._zeros(first)
 
     def _segments_from(self, first: int, most: int, loads: Loads) -> Iterator[tuple[int, Span, Passage]]:
         again = self.chain.blocks[first].inside_again
@@ -313,18 +351,20 @@ class Stretches:
     def _node(self, first: int, way: Way, free_bytes: int) -> PlanNode:
         if way.node is not None:
             return way.node(first)
-        return Recompute(self._children(first, way.end, self._zeros(first), free_bytes - way.own_bytes))
+        return Recompute(self._children(first, way.end, way.own_loads, free_bytes - way.own_bytes))
 
-    def _children(self, first: int, last: int, loads: Loads, free_bytes: int) -> tuple[PlanNode, ...]:
+    def _children(self, first: int, last: int, own: Loads, free_bytes: int) -> tuple[PlanNode, ...]:
         found: list[PlanNode] = []
-        streams = self.span(first, last).random
+        streams, loads = self.span(first, last).random, self._zeros(first)
         while first <= last:
-            alone = first == last
-            choose = self._ways_last if alone else self._ways_inside
-            ways = choose(first, last, loads, streams)
+            if first == last:
+                ways = self._ways_last(first, last, loads, streams)
+            else:
+                ways = self._ways_inside(first, last, loads, streams, own)
             way = _best(ways, free_bytes)
             found.append(self._node(first, way, free_bytes))
             first, loads, free_bytes = way.end + 1, way.loads, free_bytes - way.rest_bytes
+            streams, own = way.streams, ()
         return tuple(found)
 
     # what the blocks are
@@ -382,6 +422,15 @@ class Stretches:
 
     def _may_recompute(self, first: int, last: int) -> bool:
         return self.span(first, last).eligible and self.chain.blocks[last].gradient is not None
+
+
+def _backward_again(block: Block, own: Loads) -> int:
+    """Backward peak of the block recomputed inside a replay, where it alone holds ``own``."""
+    assert block.inside_again is not None
+    if block.recomputed is None or not own:
+        return block.inside_again.backward_peak_bytes
+    running, behind = block.recomputed
+    return max(running, behind - sum(own))
 
 
 def _best(ways: Iterator[Way], free_bytes: int) -> Way:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,7 +92,10 @@ def _stage(chain: ChainProfile, tree: Tree, *, replayed: bool = False) -> tuple[
     if any(m.recompute is None or not m.eligible_for_checkpoint for m in members):
         return None
     if len(members) == 1:
-        return _alone(members[0], replayed), members[0]
+        handed_on = _Outputs(members, len(members[0].keep.keeps_input))  # type: ignore[union-attr]
+        if replayed:
+            handed_on.shrunk = lambda own: _alone_letting_go(chain, members[0], own)
+        return _alone(members[0], replayed), handed_on if replayed else members[0]
     gradient = members[-1].output_gradient_bytes
     children = [_stage(chain, child, replayed=True) for child in tree]
     if gradient is None or any(child is None for child in children):
@@ -107,11 +110,35 @@ def _stage(chain: ChainProfile, tree: Tree, *, replayed: bool = False) -> tuple[
     if isinstance(tree[-1], int):
         runs = min(last_cost.forward_peak_bytes, _until_stopped(chain, members[-1], gradient))
     children[-1] = (replace(last_cost, forward_peak_bytes=runs), last_outputs)
-    replay, backward = _step(children, count)
     keeps = members[0].recompute.keeps_input  # type: ignore[union-attr]
-    most = max(gradient + noted + chain.loss_bytes + max(replay), *backward)
-    whole = StageCost(copied + noted, max(first_forward), copied + noted + most, keeps, (False,))
-    return whole, _Outputs(members, count)
+
+    def most(own: Sequence[int]) -> int:
+        replay, backward = _step(children, count, own)  # type: ignore[arg-type]
+        gone = _gone(members[0], own) if isinstance(tree[0], int) else 0
+        return copied + noted + max(gradient + noted + chain.loss_bytes + max(replay), max(backward) - gone)
+
+    whole = StageCost(copied + noted, max(first_forward), most([0] * count), keeps, (False,))
+    handed_on = _Outputs(members, count)
+    handed_on.shrunk = most if replayed else None
+    return whole, handed_on
+
+
+def _gone(block: BlockProfile, own: Sequence[int]) -> int:
+    """Bytes of inputs that only the node around the block held, and that are free when the block has run."""
+    keep = block.keep
+    assert keep is not None
+    flags = keep.keeps_input * len(own) if len(keep.keeps_input) == 1 else keep.keeps_input
+    return sum(s for i, s in enumerate(own) if not flags[i] and i not in block.output_is_input)
+
+
+def _alone_letting_go(chain: ChainProfile, block: BlockProfile, own: Sequence[int]) -> int:
+    cost, gone = _alone(block, True), _gone(block, own)
+    back, stopped = block.replayed_backward_peak_bytes, block.stopped_forward_peak_bytes
+    if back is None or stopped is None or gone == 0:
+        return cost.backward_peak_bytes
+    beside = (block.output_gradient_bytes or 0) + chain.loss_bytes + block.random_state_bytes + block.guard_bytes
+    running = min(cost.backward_peak_bytes, cost.saved_bytes + beside + stopped)
+    return max(running, cost.saved_bytes + back - gone)
 
 
 def _retaining_nothing(block: BlockProfile, beside: int) -> StageCost:
@@ -154,6 +181,7 @@ class _Outputs:
     """A segment's outputs, traced back through its members to its inputs."""
 
     def __init__(self, members: Sequence[BlockProfile], count: int) -> None:
+        self.shrunk: Callable[[Sequence[int]], int] | None = None
         at_hand: list[tuple[int, int | None]] = [(0, i) for i in range(count)]
         for member in members:
             sources = zip(member.output_bytes, member.output_is_input, strict=True)
@@ -162,12 +190,18 @@ class _Outputs:
         self.output_is_input = tuple(source for _, source in at_hand)
 
 
-def _step(stages: Sequence[Any], num_inputs: int) -> tuple[list[int], list[int]]:
-    """Bytes alive in the forward and in the backward of each stage; inputs stand outside and count nothing."""
+def _step(stages: Sequence[Any], num_inputs: int, own: Sequence[int] = ()) -> tuple[list[int], list[int]]:
+    """Bytes alive in the forward and in the backward of each stage; inputs stand outside and count nothing.
+
+    ``own``: bytes of the inputs of a replay that nobody outside holds when it has run.
+    """
     at_hand = [_Storage(0) for _ in range(num_inputs)]
+    real = {id(storage): size for storage, size in zip(at_hand, own, strict=False)}
+    found = []
     everything = list(at_hand)
     forward, saved, made_by = [], [], []
     for index, (cost, outputs) in enumerate(stages):
+        found.append(at_hand)
         held = [s for s in everything if s.holders or any(s is other for other in at_hand)]
         forward.append(sum(saved) + sum(s.size for s in held) + cost.forward_peak_bytes)
         handed, made = [], []
@@ -186,12 +220,16 @@ def _step(stages: Sequence[Any], num_inputs: int) -> tuple[list[int], list[int]]
         at_hand = handed
     backward = [0] * len(stages)
     for index in reversed(range(len(stages))):
-        own = made_by[index]
-        older = [s for s in everything if s.holders and not any(s is mine for mine in own)]
+        made_here = made_by[index]
+        older = [s for s in everything if s.holders and not any(s is mine for mine in made_here)]
         own_peak = stages[index][0].backward_peak_bytes
         if any(index in s.holders and len(s.holders) > 1 for s in everything):
             sharing = stages[index][0].backward_peak_sharing_input_bytes
             own_peak = own_peak if sharing is None else sharing
+        shrunk = getattr(stages[index][1], "shrunk", None)
+        if shrunk is not None:
+            sole = [real.get(id(s), s.size) if s.holders == {index} else 0 for s in found[index]]
+            own_peak = shrunk(sole)
         backward[index] = sum(saved[:index]) + sum(s.size for s in older) + own_peak
         for storage in everything:
             storage.holders.discard(index)
