@@ -58,7 +58,7 @@ BUDGET_KEYS = (*BUDGET_KINDS, "budget")
 DEFAULT_BUDGET_FRAC = 0.5
 
 # Keys that do not change what a run computes: they stay out of the config hash.
-UNHASHED_KEYS = ("hydra", "logger", "resume", "state", "name", "output_dir", "sweep", "log_every")
+UNHASHED_KEYS = ("hydra", "logger", "resume", "state", "name", "output_dir", "sweep", "log_every", "report")
 UNHASHED_PROFILE_KEYS = ("cache", "options")
 
 # Groups that leave no key of their own in the composed config.
@@ -189,6 +189,7 @@ class RunConfig:
         clip_norm: largest norm of the gradient, None for no clipping.
         eval_every, log_every: in optimizer steps; ``eval_every`` None evaluates at the end only.
         margin_frac: share of the budget that is not planned for; None: 0 on a CPU, 0.01 on CUDA.
+        report: write report.html at the end.
         cost: what the planner minimises, "time" (measured) or "flops" (exact counts).
     """
 
@@ -209,6 +210,7 @@ class RunConfig:
     margin_frac: float | None = None
     cost: str = "time"
     plan_only: bool = False
+    report: bool = True
     data: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     blocks: BlocksConfig = field(default_factory=BlocksConfig)

@@ -62,6 +62,8 @@ from ckptplan.record import (
     exit_code,
     write_atomic,
 )
+from ckptplan.report.page import try_write_report
+from ckptplan.report.records import is_job_of_sweep
 from ckptplan.report.tables import plan_table, result_table
 from ckptplan.runtime import Runtime, choose_runtime
 from ckptplan.simulate import PlanCost, no_checkpoint_peak, simulate_plan
@@ -132,6 +134,7 @@ def _ended(result: RunResult, stop: StopFlag) -> Iterator[None]:
         yield
     except InfeasibleTargetError as error:
         result.status, result.error = "infeasible", ErrorRecord(type(error).__name__, str(error))
+        result.budget.bytes = error.budget_bytes
         result.memory.smallest_reachable_bytes = error.smallest_reachable_bytes
         result.budget.bytes = error.budget_bytes
         log.error("no plan fits: %s", error)
@@ -511,9 +514,12 @@ class _Run:
         if self.is_started:
             self.tracker.summary(plain)
             self.tracker.finish(self.result.status)
+        page = None
+        if self.config.report and not is_job_of_sweep(self.folder):  # a sweep writes one page for all its jobs
+            page = try_write_report(self.folder)
         if self.result.memory.predicted_peak_bytes is not None:
             files = {"run folder": str(self.folder), "result": str(path), "plan": str(self.folder / "plan.json")}
-            result_table(plain, self.console, files)
+            result_table(plain, self.console, files if page is None else {**files, "page": str(page)})
 
 
 def _loss_fn(runtime: Runtime) -> LossFn:

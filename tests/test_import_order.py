@@ -27,7 +27,8 @@ validate apply proof equality benchmark budget autofit
 data.spec data.checks data.order data data.dataset data.digits data.images data.text data.tokens
 models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models
 profile_cache tracking stopping training jobs sweep_table sweeps
-report report.tables
+report report.tables report.records report.steps report.figures report.vega report.tradeoff report.charts
+report.page report.export report.text report.__main__
 run cli __main__
 """.split()
 
@@ -36,7 +37,8 @@ TORCH_FREE = """
 errors units console config targets record graph options profiles selective plan gaps simulate check planners
 planners.tables planners.heuristic planners.fixed planners.flat planners.options planners.stairs planners.stretches
 planners.nested planners.milp planners.budgets planners.reasons curve certificate explanation data.spec jobs sweep_table
-sweeps report report.tables cli
+sweeps report report.tables report.records report.steps report.figures
+report.vega report.tradeoff report.charts report.page report.export report.text report.__main__ cli
 """.split()
 
 

@@ -44,6 +44,7 @@ class ProcessLauncher(Launcher):
         self._checked: set[str] = set()
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        from ckptplan.report.page import show_report
         from ckptplan.sweeps import Job, finished_jobs, run_jobs, set_aside
 
         setup_globals()
@@ -72,7 +73,11 @@ class ProcessLauncher(Launcher):
             for job in jobs:
                 if job.index not in done:
                     set_aside(job.folder)
-        run_jobs(jobs, folder, settings, done)
+        try:
+            run_jobs(jobs, folder, settings, done)
+        finally:
+            if composed[0].config.report:
+                show_report(folder)
         return [_done(job.overrides) for job in jobs]
 
     def _load(self, overrides: list[str], index: int) -> _Composed:
