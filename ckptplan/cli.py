@@ -14,12 +14,13 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ckptplan.config import (
+    RunConfig,
     config_error,
     explain_omegaconf,
     hydra_text,
@@ -33,6 +34,7 @@ from ckptplan.config import (
 from ckptplan.console import DISK_FULL, lasting_output
 from ckptplan.errors import CkptplanError, ConfigError
 from ckptplan.jobs import EXIT_BAD_CONFIG
+from ckptplan.runs import AUTO, find_run, find_same, merge_typed, typed_value, without
 from ckptplan.sweeps import SweepTerminated, newest_sweep
 
 CONFIG_NAME = "train"
@@ -209,6 +211,8 @@ def _run_hydra(arguments: list[str]) -> int:
     try:
         with _own_messages(options.overrides):
             if is_run and not options.multirun:
+                arguments = _with_resumed_run(arguments, options)
+                options = parse_arguments(arguments)
                 _check_single_run(options)
             with _hydra_environment(open_swept_groups(arguments) if options.multirun else arguments):
                 hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=CONFIG_NAME)(job)()
@@ -343,12 +347,13 @@ def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | No
     return found
 
 
-def _check_single_run(options: Namespace) -> None:
-    """Everything that can be wrong before a run exists, before its folder is made."""
+@contextlib.contextmanager
+def _composed(options: Namespace, overrides: Sequence[str]) -> Iterator[DictConfig]:
+    """The config of these overrides under the flags of the command line."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
-    overrides = list(options.overrides)
+    overrides = list(overrides)
     if options.config_dir:
         folder = Path(options.config_dir).absolute()
         overrides.append(f"hydra.searchpath=[{hydra_text(f'file://{folder}')}]")
@@ -356,14 +361,46 @@ def _check_single_run(options: Namespace) -> None:
     with hydra.initialize_config_dir(version_base="1.3", config_dir=conf):
         config = hydra.compose(options.config_name or CONFIG_NAME, overrides=overrides, return_hydra_config=True)
         HydraConfig.instance().set_config(config)
+        yield config
+
+
+def _check_single_run(options: Namespace) -> None:
+    """Everything that can be wrong before a run exists, before its folder is made."""
+    with _composed(options, options.overrides) as config:
         if str(config.hydra.mode) == "RunMode.MULTIRUN":
             return
         _check_data_fits(config)
         loaded = load_config(config)
-        _check_folder_is_free(options.overrides)
+        if loaded.resume is None:
+            _check_folder_is_free(options.overrides)
         from ckptplan.targets import check_targets
 
         check_targets(loaded, config.hydra.runtime.choices)
+
+
+def _with_resumed_run(arguments: list[str], options: Namespace) -> list[str]:
+    """``resume=`` as Hydra has to know it: the run's folder and, unless it is "auto", what was typed for it before."""
+    typed: list[str] = options.overrides
+    few = [text for key in ("output_dir", "hydra.mode") for text in typed if text.startswith(f"{key}=")]
+    with _composed(options, few) as config:
+        wanted = typed_value("resume", typed) or config.resume
+        if wanted is None or str(config.hydra.mode) == "RunMode.MULTIRUN":
+            return arguments
+        output_dir = Path(config.output_dir)
+    if wanted == AUTO:
+        with _composed(options, typed) as config:
+            own = typed_value("hydra.run.dir", typed)
+            found = find_same(resolve(config), output_dir, None if own is None else Path(own).absolute())
+        overrides = typed
+    else:
+        found = find_run(wanted, output_dir)
+        overrides = merge_typed(found.typed(), without(("resume",), typed))
+        overrides.append(f"resume={hydra_text(found.path)}")
+    if found is None:
+        return arguments
+    overrides = without(("hydra.run.dir", "hydra.output_subdir"), overrides)
+    overrides += [f"hydra.run.dir={hydra_text(str(found.folder))}", "hydra.output_subdir=null"]
+    return [*(text for text in arguments if text not in typed), *overrides]
 
 
 def _check_data_fits(config: DictConfig) -> None:
@@ -401,6 +438,7 @@ def _job(config: DictConfig) -> int:
     logging.captureWarnings(True)
     try:
         loaded, resolved = load_config(config), resolve(config)
+        loaded, resolved = _with_state_mode(loaded, resolved, hydra_config)
         if loaded.planner.path is not None:  # it may lead through "latest", which is about to point here
             path = str(Path(loaded.planner.path).resolve())
             loaded = replace(loaded, planner=replace(loaded.planner, path=path))
@@ -429,6 +467,20 @@ def _job(config: DictConfig) -> int:
         return EXIT_FAILED
     finally:
         logging.captureWarnings(False)
+
+
+def _with_state_mode(
+    loaded: RunConfig, resolved: dict[str, Any], hydra_config: Any
+) -> tuple[RunConfig, dict[str, Any]]:
+    """``state.mode=auto`` made into what it is here: a job of a sweep saves nothing unless it goes on with a run."""
+    in_sweep = OmegaConf.select(hydra_config, "job.num", throw_on_missing=False) is not None
+    if loaded.resume is not None and "MULTIRUN" in str(hydra_config.mode):
+        raise config_error("resume", loaded.resume, "jobs in one process cannot go on", remedy="hydra/launcher=process")
+    if loaded.state.mode != "auto":
+        return loaded, resolved
+    mode = "off" if in_sweep and loaded.resume is None else "async"
+    state = replace(loaded.state, mode=mode)
+    return replace(loaded, state=state), {**resolved, "state": {**resolved["state"], "mode": mode}}
 
 
 def _report(error: CkptplanError, exit_code: int, folder: Path) -> int:

@@ -152,6 +152,25 @@ class ProofConfig:
 
 
 @dataclass(frozen=True)
+class StateConfig:
+    """Saving the training state.
+
+    Attributes:
+        mode: "async" (in the background), "sync", "off", or "auto": async in a single run, off in the jobs of a sweep.
+        every: optimizer steps between saves; None: only when the run ends. It always saves then.
+        keep_last: how many of the newest stay; None: all.
+        keep_best: so many of the best stay too, by ``best_metric``, the least or the greatest (``best_mode``).
+    """
+
+    mode: str = "auto"
+    every: int | None = None
+    keep_last: int | None = 2
+    keep_best: int | None = None
+    best_metric: str = "eval/loss"
+    best_mode: str = "min"
+
+
+@dataclass(frozen=True)
 class SweepConfig:
     """How the jobs of a multirun are run.
 
@@ -191,6 +210,7 @@ class RunConfig:
         margin_frac: share of the budget that is not planned for; None: 0 on a CPU, 0.01 on CUDA.
         report: write report.html at the end.
         cost: what the planner minimises, "time" (measured) or "flops" (exact counts).
+        resume: a run folder, a state in one, the name of a run, "latest" or "auto"; None begins a new run.
     """
 
     name: str | None = None
@@ -211,6 +231,7 @@ class RunConfig:
     cost: str = "time"
     plan_only: bool = False
     report: bool = True
+    resume: str | None = None
     data: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     blocks: BlocksConfig = field(default_factory=BlocksConfig)
@@ -219,6 +240,7 @@ class RunConfig:
     optimizer: dict[str, Any] = field(default_factory=dict)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    state: StateConfig = field(default_factory=StateConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     proof: ProofConfig = field(default_factory=ProofConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
@@ -538,6 +560,9 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str, object]] = {
     "proof.latency_trials": (lambda n: n >= 0, "0 or more", 5),
     "proof.latency_warmup": (lambda n: n >= 0, "0 or more", 1),
     "sweep.parallel": (lambda n: n >= 1, "1 or more", 1),
+    "state.every": (lambda n: n >= 1, "1 or more, or null", 100),
+    "state.keep_last": (lambda n: n >= 1, "1 or more, or null for all", 2),
+    "state.keep_best": (lambda n: n >= 1, "1 or more, or null", 1),
     "sweep.timeout_s": (lambda seconds: seconds > 0, "seconds above 0, or null for no limit", 600),
 }
 
@@ -563,6 +588,11 @@ def _check_choices(config: RunConfig) -> None:
     check_choice("logger.kind", config.logger.kind, ("none", "csv", "wandb"))
     _check_sweep(config.sweep)
     check_choice("logger.mode", config.logger.mode, ("offline", "auto", "online", "disabled"))
+    check_choice("state.mode", config.state.mode, ("auto", "async", "sync", "off"))
+    check_choice("state.best_metric", config.state.best_metric, ("eval/loss", "train/loss"))
+    check_choice("state.best_mode", config.state.best_mode, ("min", "max"))
+    if config.resume == "":
+        raise config_error("resume", "", "empty; expected a run folder, a name, latest or auto", remedy="resume=latest")
     planner = config.planner
     check_choice("planner.name", planner.name, (*PLANNER_NAMES, *PLAN_SOURCES))
     for name, key, value, example in (

@@ -53,6 +53,7 @@ class RunningJob:
     def __post_init__(self) -> None:
         self.job.folder.mkdir(parents=True, exist_ok=True)
         self._oom_kills = oom_kills()
+        self._earlier_ns = _written_ns(self.job)  # of a run that the job goes on with
         with (self.job.folder / CONSOLE_FILE).open("ab") as console:
             # A session of its own: the job gets signals from us only, and can be killed with all its children.
             self.process = subprocess.Popen(
@@ -82,10 +83,13 @@ class RunningJob:
         if exit_code < 0:
             end_children(self.process)  # workers that nobody waits for any more
             return self._killed(_signal_name(-exit_code))
-        if not (self.job.folder / "result.json").exists():
+        written_ns = _written_ns(self.job)
+        if written_ns is None or (exit_code != 0 and written_ns == self._earlier_ns):
             kind = "ConfigError" if exit_code == EXIT_BAD_CONFIG else f"exit code {exit_code}"
-            message = last_lines(self.job.folder / CONSOLE_FILE) or "no output"
-            return complete(self.job, "failed", ErrorRecord(kind, message))
+            error = ErrorRecord(kind, last_lines(self.job.folder / CONSOLE_FILE) or "no output")
+            if written_ns is None:
+                return complete(self.job, "failed", error)
+            return {**self.job.result.to_dict(), "status": "failed", "error": asdict(error)}  # the earlier one stays
         return read_result(self.job)
 
     def _killed(self, name: str) -> dict[str, Any]:
@@ -179,6 +183,13 @@ def oom_kills(membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("
                 if "oom_kill" in counts:
                     return int(counts["oom_kill"])
     return None
+
+
+def _written_ns(job: Job) -> int | None:
+    try:
+        return (job.folder / "result.json").stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def _environment(device: int | None) -> dict[str, str]:

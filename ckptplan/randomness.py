@@ -7,7 +7,7 @@ our own draws from private generators.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +60,28 @@ class GlobalStreams:
         random.setstate(self.python_state)
         np.random.set_state(self.numpy_state)
         set_torch_state(self.torch_states, device)
+
+
+def streams_to_save(device: torch.device) -> dict[str, Any]:
+    """Where all streams stand, as plain values and tensors: Python's, NumPy's, torch's, each CUDA device's."""
+    cuda = None
+    if device.type == "cuda":
+        cuda = [torch.cuda.get_rng_state(number) for number in range(torch.cuda.device_count())]
+    python, numpy = random.getstate(), np.random.get_state()
+    return {"python": python, "numpy": numpy, "torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def put_back_streams(stored: Mapping[str, Any], device: torch.device) -> bool:
+    """Put back what ``streams_to_save`` gave, here or elsewhere; False: nothing for ``device``'s own."""
+    random.setstate(stored["python"])
+    np.random.set_state(stored["numpy"])
+    torch.set_rng_state(stored["torch"])
+    if device.type != "cuda":
+        return True
+    states = (stored["cuda"] or [])[: torch.cuda.device_count()]
+    for number, state in enumerate(states):
+        torch.cuda.set_rng_state(state, number)
+    return (device.index or 0) < len(states)
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class ErrorRecord:
 
 @dataclass(slots=True)
 class ProfileRecord:
-    source: str | None = None  # "measured" by this run, or "shared": read from a file that another run wrote
+    source: str | None = None  # "measured" by this run, "shared": read from what another wrote, "resumed": from before
     file: str | None = None  # the file that runs share
     measured_s: float | None = None  # what measuring took, whoever did it
 
@@ -153,6 +153,16 @@ class TrainingRecord:
 
 
 @dataclass(slots=True)
+class StateRecord:
+    path: str | None = None  # the newest state of the run that is durable
+    step: int | None = None  # of that state
+    saved: int | None = None  # how many this process has saved
+    stall_s: float | None = None  # what training waited for them
+    resumed_from: str | None = None
+    resumed_step: int | None = None
+
+
+@dataclass(slots=True)
 class TimingRecord:
     profile_s: float | None = None
     plan_s: float | None = None
@@ -183,6 +193,7 @@ class RunResult:
     latency: LatencyRecord = field(default_factory=LatencyRecord)
     gradients: GradientsRecord = field(default_factory=GradientsRecord)
     training: TrainingRecord = field(default_factory=TrainingRecord)
+    state: StateRecord = field(default_factory=StateRecord)
     timing: TimingRecord = field(default_factory=TimingRecord)
     environment: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -297,6 +308,33 @@ class RunRecorder:
         with naming(self._metrics.name):
             self._metrics.write(json.dumps(_finite(row, "", []), allow_nan=False) + "\n")
             self._metrics.flush()
+
+    def go_back_to(self, step: int) -> int:
+        """Move the lines of later steps to ``metrics.discarded.jsonl``; returns how many.
+
+        A last line that was cut off is dropped. A kill in between leaves the file as it was, or as it should be.
+        """
+        path = self.folder / "metrics.jsonl"
+        self._metrics.close()
+        try:
+            text = path.read_text(encoding="utf-8")
+            lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+            is_late = [json.loads(line)["step"] > step for line in lines]
+            late = [line for line, later in zip(lines, is_late, strict=True) if later]
+            if late:
+                with (
+                    naming(aside := self.folder / "metrics.discarded.jsonl"),
+                    aside.open("a", encoding="utf-8") as file,
+                ):
+                    file.writelines(late)
+                    file.flush()
+                    os.fsync(file.fileno())
+            kept = "".join(line for line, later in zip(lines, is_late, strict=True) if not later)
+            if kept != text:
+                write_atomic(path, kept)
+        finally:
+            self._metrics = path.open("a", encoding="utf-8")
+        return len(late)
 
     def write_result(self, result: RunResult) -> Path:
         """Write ``result.json`` whole or not at all; returns its path."""

@@ -1,6 +1,8 @@
 """One run, from the typed configuration to ``result.json``: the data path in order.
 
 runtime -> data -> model -> blocks -> profile -> plan -> proof by real steps -> training -> record
+
+A run that goes on (``resume=``) takes its state in after the model, and leaves its folder as it was until then.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import nn
 from ckptplan.apply import checkpointed
 from ckptplan.benchmark import percentile
 from ckptplan.blocks import BlockSelection, model_fingerprint, select_blocks
-from ckptplan.budget import StaticBytes, plan_for_budget, static_bytes
+from ckptplan.budget import PlannedRun, StaticBytes, plan_for_budget, static_bytes
 from ckptplan.config import PlannerConfig, RunConfig, config_error, config_hash, config_yaml
 from ckptplan.data import Batch
 from ckptplan.data.spec import explain_mismatch
@@ -60,18 +62,21 @@ from ckptplan.record import (
     TrainingRecord,
     environment,
     exit_code,
+    load_metrics,
     write_atomic,
 )
 from ckptplan.report.page import try_write_report
 from ckptplan.report.records import is_job_of_sweep
 from ckptplan.report.tables import plan_table, result_table
+from ckptplan.resuming import RunStates, Stored, Trained, plan_made_for, restore_random, stored_form
+from ckptplan.runs import describe_changes, remember_typed, without
 from ckptplan.runtime import Runtime, choose_runtime
 from ckptplan.simulate import PlanCost, no_checkpoint_peak, simulate_plan
 from ckptplan.stopping import StopFlag
 from ckptplan.subject import LossFn, Trials
 from ckptplan.targets import call_partial, instantiate
 from ckptplan.tracking import Tracker, open_tracker
-from ckptplan.training import TrainSettings, TrainSummary, loss_of, to_device, train
+from ckptplan.training import Position, TrainSettings, TrainSummary, loss_of, make_scaler, to_device, train
 from ckptplan.twin import make_twin
 from ckptplan.units import format_bytes
 
@@ -93,7 +98,7 @@ def run_job(
 
     Args:
         config, resolved: the run, typed and as plain resolved values.
-        folder: an empty folder that exists; all files of the run go there.
+        folder: a folder that exists; all files of the run go there. Empty, or that of the run to go on with.
         overrides: what was typed, for the record.
         on_begin: called once the configuration is known to describe a run, before anything is measured.
 
@@ -114,21 +119,38 @@ def run_job(
         entity=logger.entity,
         tags=logger.tags,
     )
-    write_atomic(folder / "config.yaml", config_yaml(resolved))
     start_s = time.perf_counter()
-    with RunRecorder(folder) as recorder, StopFlag() as stop:
-        run = _Run(config, folder, result, recorder, tracker, stop, on_begin)
-        try:
-            with _ended(result, stop):
-                run.all_stages(resolved)
-        finally:
-            result.timing.total_s = time.perf_counter() - start_s
-            run.finish()
+    with StopFlag() as stop, RunStates(folder, config.state, result.state, result.notes) as states:
+        stored = states.find(config.resume)
+        if stored is not None and stored.position.step >= config.steps:
+            stored = states.checked(stored)
+            if is_finished(config, stored):
+                log.info("%s is finished: step %d. To train on: steps=<more than that>", folder, stored.position.step)
+                return 0
+        with RunRecorder(folder) as recorder:
+            run = _Run(config, resolved, folder, overrides, result, recorder, tracker, stop, states, stored, on_begin)
+            if stored is None:
+                run.accept()
+            try:
+                with _ended(result, stop, states):
+                    run.all_stages()
+            finally:
+                result.timing.total_s = time.perf_counter() - start_s
+                run.finish()
     return exit_code(result.status, stop.signal_number)
 
 
+def is_finished(config: RunConfig, stored: Stored) -> bool:
+    """Whether the state is that of the last step, its evaluation included. Raises ``ConfigError`` if it is past it."""
+    step = stored.position.step
+    if step > config.steps:
+        problem = f"the state to go on from is that of step {step}, past it"
+        raise config_error("steps", config.steps, problem, remedy=f"steps=<more than {step}>")
+    return step == config.steps and not stored.position.evaluation_is_due
+
+
 @contextlib.contextmanager
-def _ended(result: RunResult, stop: StopFlag) -> Iterator[None]:
+def _ended(result: RunResult, stop: StopFlag, states: RunStates) -> Iterator[None]:
     """Put into the result how the run ended; what is an answer goes no further, the rest is raised on."""
     try:
         yield
@@ -143,9 +165,13 @@ def _ended(result: RunResult, stop: StopFlag) -> Iterator[None]:
     except (RunInterruptedError, KeyboardInterrupt) as error:
         if stop.signal_number is None:
             stop.request(2)
+        if isinstance(error, KeyboardInterrupt):  # the second Ctrl-C: at once
+            states.abandon()
         result.status = "interrupted"
         result.error = ErrorRecord(type(error).__name__, "ended by a signal", stop.signal_name)
-        log.warning("interrupted (%s); nothing is trained further", stop.signal_name)
+        newest = result.state.path
+        told = "there was no update: nothing to save" if newest is None else f"the newest state is {newest}"
+        log.warning("interrupted (%s); %s", stop.signal_name, told)
     except StepMismatchError as error:
         result.status, result.error = "mismatch", ErrorRecord("GradientMismatch", str(error))
         log.error("nothing is trained: %s", error)
@@ -178,18 +204,40 @@ class _Run:
     """A run in progress; each method is one stage of the data path and fills its part of the result."""
 
     config: RunConfig
+    resolved: dict[str, Any]
     folder: Path
+    overrides: list[str]
     result: RunResult
     recorder: RunRecorder
     tracker: Tracker
     stop: StopFlag
+    states: RunStates
+    stored: Stored | None
     on_begin: Callable[[], None]
 
     def __post_init__(self) -> None:
         self.console = Console()
-        self.is_started = False
+        self.is_started = self.is_accepted = False
 
-    def all_stages(self, resolved: dict[str, Any]) -> None:
+    def accept(self) -> None:
+        """From here on the run is this one: what its folder says of an earlier part of it is set aside."""
+        self.is_accepted = True
+        step = 0 if self.stored is None else self.stored.position.step
+        if self.stored is not None:
+            log.info("going on from %s (resume=%s)", self.result.state.resumed_from, self.config.resume)
+            for change in describe_changes(
+                self.stored.config, {**self.resolved, "resume": self.stored.config["resume"]}
+            ):
+                log.info("changed since step %d: %s", step, change)
+            remember_typed(self.folder, without(("resume",), self.overrides))
+        with contextlib.suppress(FileNotFoundError):
+            (self.folder / "result.json").replace(self.folder / "result.earlier.json")
+        write_atomic(self.folder / "config.yaml", config_yaml(self.resolved))
+        discarded = self.recorder.go_back_to(step)
+        if discarded:
+            log.info("%d lines of metrics past step %d are now in metrics.discarded.jsonl", discarded, step)
+
+    def all_stages(self) -> None:
         runtime = self.choose_runtime()
         data = instantiate(self.config.data, "data")
         model = self.build_model(data, runtime)
@@ -200,17 +248,32 @@ class _Run:
         make_optimizer = instantiate(self.config.optimizer, "optimizer")
         optimizer = call_partial(make_optimizer, self.config.optimizer, "optimizer", model.parameters())
         static = self.count_static_bytes(model, optimizer, batch)
+        schedule = self.schedule(optimizer)
+        settings = self.settings(runtime)
+        trained = Trained(model, optimizer, make_scaler(settings), data, runtime.device)
+        streams = self.go_on(trained)
         self.on_begin()
-        self.tracker.start(resolved, self.config.name or self.folder.name, self.config.logger.group)
+        self.tracker.start(self.resolved, self.config.name or self.folder.name, self.config.logger.group)
         self.is_started = True
-        profile = self.profile(model, selection, batch, runtime)
-        plan = self.plan(profile, static)
+        made_for = plan_made_for(self.config, batch, runtime.device_name)
+        stored_plan = None if self.stored is None else self.stored.planned(made_for)
+        profile = self.stored_profile(stored_plan, selection) or self.profile(model, selection, batch, runtime)
+        planned = self.plan(profile, static, stored_plan)
         if self.config.plan_only:
-            self.result.status = "ok" if plan.feasible else "over_budget"
+            self.result.status = "ok" if planned.plan.feasible else "over_budget"
             return
-        self.prove(model, plan, profile, batch, runtime)
-        summary = self.train(model, plan, data, optimizer, runtime)
-        self.result.status = self.final_status(plan, summary)
+        self.prove(model, planned.plan, profile, batch, runtime)
+        self.states.begin(trained, stored_form(planned, made_for), self.resolved)
+        summary = self.train(trained, planned.plan, schedule, settings, streams)
+        self.result.status = self.final_status(planned.plan, summary)
+
+    def go_on(self, trained: Trained) -> dict[str, Any] | None:
+        """Take the stored state in; returns its random streams (None: a new run)."""
+        if self.stored is None:
+            return None
+        self.stored, streams = self.states.restore(self.stored, trained, self.config)
+        self.accept()
+        return streams
 
     # --- what is run ---
 
@@ -282,6 +345,21 @@ class _Run:
         return static
 
     # --- measure, plan, prove ---
+
+    def stored_profile(self, planned: PlannedRun | None, selection: BlockSelection) -> ChainProfile | None:
+        """The profile that the stored plan was made from, if it still is one of these blocks."""
+        if planned is None or planned.plan.fingerprint != model_fingerprint(selection.blocks):
+            return None
+        try:
+            profile = ChainProfile.load(self.folder / "profile.json")
+        except (OSError, CkptplanError) as error:
+            log.warning("the blocks are measured again: %s", error)
+            return None
+        if profile.fingerprint != planned.plan.fingerprint:
+            return None
+        self.result.profile = ProfileRecord("resumed", str(self.folder / "profile.json"), None)
+        log.info("profile and plan: those of before")
+        return profile
 
     def profile(self, model: nn.Module, selection: BlockSelection, batch: Batch, runtime: Runtime) -> ChainProfile:
         start_s = time.perf_counter()
@@ -360,12 +438,15 @@ class _Run:
             return False
         return True
 
-    def plan(self, profile: ChainProfile, static: StaticBytes) -> CheckpointPlan:
+    def plan(self, profile: ChainProfile, static: StaticBytes, stored: PlannedRun | None) -> PlannedRun:
         start_s = time.perf_counter()
         target = self.config.target
         self.result.budget = BudgetRecord(kind=target.key, value=target.value)
         self.result.memory.no_checkpoint_predicted_peak_bytes = no_checkpoint_peak(profile)
-        planned = plan_for_budget(profile, self.config, static, torch.device(self.result.device or "cpu"))
+        if stored is not None and stored.plan.fingerprint == profile.fingerprint:
+            planned = stored
+        else:
+            planned = plan_for_budget(profile, self.config, static, torch.device(self.result.device or "cpu"))
         plan, memory = planned.plan, self.result.memory
         if planned.note is not None:
             log.warning("%s", planned.note)
@@ -390,7 +471,7 @@ class _Run:
         plan.save(self.folder / "plan.json")
         plan_table(profile, plan, self.console, planner=self.config.planner.name)
         self._track_plan(profile, plan, cost)
-        return plan
+        return planned
 
     def _track_plan(self, profile: ChainProfile, plan: CheckpointPlan, cost: PlanCost) -> None:
         rows = [
@@ -448,18 +529,20 @@ class _Run:
 
     # --- train ---
 
-    def train(
-        self, model: nn.Module, plan: CheckpointPlan, data: Any, optimizer: torch.optim.Optimizer, runtime: Runtime
-    ) -> TrainSummary:
+    def schedule(self, optimizer: torch.optim.Optimizer) -> Callable[[int], float]:
+        """The learning rate of each step; ``optimizer`` is as it was made, with the highest rate."""
         config, warmup = self.config, self.config.scheduler.warmup_steps
-        schedule = learning_rate_schedule(
+        return learning_rate_schedule(
             config.scheduler.kind,  # type: ignore[arg-type]
             optimizer.param_groups[0]["lr"],
             config.steps,
             warmup_steps=config.steps // 10 if warmup is None else warmup,
             final_factor=config.scheduler.final_factor,
         )
-        settings = TrainSettings(
+
+    def settings(self, runtime: Runtime) -> TrainSettings:
+        config = self.config
+        return TrainSettings(
             steps=config.steps,
             accumulate=config.accumulate,
             clip_norm=config.clip_norm,
@@ -468,19 +551,36 @@ class _Run:
             autocast_dtype=runtime.autocast_dtype,
             device=runtime.device,
         )
+
+    def train(
+        self,
+        trained: Trained,
+        plan: CheckpointPlan,
+        schedule: Callable[[int], float],
+        settings: TrainSettings,
+        streams: dict[str, Any] | None,
+    ) -> TrainSummary:
         start_s = time.perf_counter()
-        patch = checkpointed(model, plan).permanent()
+        patch = checkpointed(trained.model, plan).permanent()
         self.result.timing.apply_s = time.perf_counter() - start_s
+        start = Position() if self.stored is None else self.stored.start(trained.batch_size)
+        losses = [row["train/loss"] for row in load_metrics(self.folder) if row.get("train/loss") is not None]
+        if streams is not None:  # last, so that nothing draws or seeds after it
+            restore_random(streams, trained.device, self.result.notes)
         try:
             summary = train(
-                model,
-                data,
-                optimizer,
+                trained.model,
+                trained.data,
+                trained.optimizer,
                 learning_rate_at=schedule,
                 settings=settings,
                 recorder=self.recorder,
                 tracker=self.tracker,
                 stop=self.stop,
+                start=start,
+                earlier_losses=losses,
+                scaler=trained.scaler,
+                after_step=self.states.after_step,
                 console=self.console,
             )
         finally:
@@ -489,6 +589,7 @@ class _Run:
         self.result.training = TrainingRecord(
             summary.steps, summary.first_loss, summary.last_loss, summary.samples_per_s, summary.tokens_per_s
         )
+        self.states.at_end(summary.position)
         return summary
 
     def final_status(self, plan: CheckpointPlan, summary: TrainSummary) -> str:
@@ -508,7 +609,9 @@ class _Run:
     # --- record ---
 
     def finish(self) -> None:
-        """Write the result, show it, and end the tracker, whatever happened."""
+        """Write the result, show it, and end the tracker, whatever happened. A run not gone on with stays as it was."""
+        if not self.is_accepted:
+            return
         path = self.recorder.write_result(self.result)
         plain = json.loads(path.read_text(encoding="utf-8"))
         if self.is_started:
@@ -519,6 +622,8 @@ class _Run:
             page = try_write_report(self.folder)
         if self.result.memory.predicted_peak_bytes is not None:
             files = {"run folder": str(self.folder), "result": str(path), "plan": str(self.folder / "plan.json")}
+            if self.result.state.path is not None:
+                files["state"] = self.result.state.path
             result_table(plain, self.console, files if page is None else {**files, "page": str(page)})
 
 

@@ -5,8 +5,9 @@ shorter window of an epoch is applied like any other. The loss of a window is th
 divided by the number of its targets that are not to be ignored, so gradients equal those of the whole window
 in one batch however unevenly the targets are spread. A window without any such target gives zero gradients.
 
-Steps are counted from 1. Position in the data and learning rate are functions of the step alone, and
-evaluation and logging restore or never touch the random streams, so neither changes the training.
+Steps are counted from 1. The learning rate is a function of the step alone, the position in the data is counted in
+samples (``Position``), and evaluation, logging and saving restore or never touch the random streams, so none of them
+changes the training.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ckptplan.data import IGNORE_INDEX, Batch
-from ckptplan.errors import NonFiniteError
+from ckptplan.errors import ConfigError, NonFiniteError
 from ckptplan.optim import set_learning_rate
 from ckptplan.randomness import random_state_restored
 from ckptplan.record import RunRecorder
@@ -88,18 +89,40 @@ def _require(name: str, value: object, is_right: bool, expected: str) -> None:
 
 
 @dataclass(frozen=True)
+class Position:
+    """Where a training stands after ``step`` optimizer steps; a training that goes on starts from it.
+
+    Attributes:
+        epoch: the epoch of the last step.
+        samples: samples of that epoch that have been trained on.
+        batches: whole micro-batches of the present size that these are; None where they are not.
+        skipped_updates, bad_in_a_row: updates left out so far, and without a good one since.
+        evaluation_is_due: the evaluation that belongs to ``step`` was cut short.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    batches: int | None = 0
+    skipped_updates: int = 0
+    bad_in_a_row: int = 0
+    evaluation_is_due: bool = False
+
+
+@dataclass(frozen=True)
 class TrainSummary:
     """What came of it.
 
     Attributes:
         steps: the last optimizer step done, counted from 1 over the whole training.
-        first_loss, last_loss: mean training loss over the first and the last tenth of the steps this call
-            did (at least one step each); None without any finite loss.
+        first_loss, last_loss: mean training loss over the first and the last tenth of the steps (at least one step
+            each), earlier ones of a training that went on included; None without any finite loss.
         samples_per_s, tokens_per_s: over the time spent in steps, evaluations excluded; tokens for token data only.
         skipped_updates: updates left out because of NaN or infinite values.
         peak_bytes: most bytes allocated on the device in any step; None on CPU.
         eval_loss: of the last evaluation, else None.
         signal: name of the signal that interrupted it.
+        position: where it stands.
     """
 
     steps: int
@@ -113,6 +136,7 @@ class TrainSummary:
     peak_bytes: int | None = None
     eval_loss: float | None = None
     signal: str | None = None
+    position: Position = Position()
 
 
 # --- the loss: shared with the code that measures, so that what is measured is what is trained ---
@@ -254,15 +278,43 @@ def _clip(optimizer: torch.optim.Optimizer, clip_norm: float | None) -> float:
     return float(nn.utils.clip_grad_norm_(parameters, clip_norm))
 
 
-def windows(data: TrainingData, accumulate: int, start_step: int = 0) -> Iterator[tuple[int, list[Batch]]]:
-    """The endless sequence of (epoch, micro-batches of one optimizer step), from step ``start_step + 1`` on."""
-    per_epoch = windows_per_epoch(data, accumulate)
-    epoch, skipped = divmod(start_step, per_epoch)
+def windows(data: TrainingData, accumulate: int, start: Position = Position()) -> Iterator[tuple[int, list[Batch]]]:
+    """The endless sequence of (epoch, micro-batches of one optimizer step), from where ``start`` stands.
+
+    Nothing that was trained on before is read again. Micro-batches of another size than before start at the same
+    sample; only then ``epoch_batches`` is called with ``skip``: samples to pass over behind the first ``start``
+    batches. Raises ``ConfigError`` where the data set cannot do that.
+    """
+    windows_per_epoch(data, accumulate)  # refuses an empty data set
+    batches = _rest_of_epoch(data, start)
+    epoch = start.epoch
     while True:
-        batches = iter(data.epoch_batches(epoch, start=skipped * accumulate))
         for window in iter(lambda: list(islice(batches, accumulate)), []):  # noqa: B023 (used before the next loop)
             yield epoch, window
-        epoch, skipped = epoch + 1, 0
+        epoch += 1
+        batches = iter(data.epoch_batches(epoch, start=0))
+
+
+def _rest_of_epoch(data: TrainingData, start: Position) -> Iterator[Batch]:
+    if start.batches is not None:
+        if start.batches >= data.batches_per_epoch:
+            return iter(())
+        return iter(data.epoch_batches(start.epoch, start=start.batches))
+    size = getattr(data, "batch_size", None)
+    done = f"data.batch_size: {start.samples} samples of epoch {start.epoch} are done, no whole number of micro-batches"
+    if not isinstance(size, int):
+        raise ConfigError(
+            f"{done}, and {type(data).__name__} has no batch_size; go on with the micro-batches of before"
+        )
+    first, skip = divmod(start.samples, size)
+    if skip == 0:
+        return iter(data.epoch_batches(start.epoch, start=first))
+    try:
+        return iter(data.epoch_batches(start.epoch, start=first, skip=skip))  # type: ignore[call-arg]
+    except TypeError as error:
+        raise ConfigError(
+            f"{done} of {size}, and {type(data).__name__}.epoch_batches takes no skip=: {error}"
+        ) from error
 
 
 def windows_per_epoch(data: TrainingData, accumulate: int) -> int:
@@ -282,28 +334,46 @@ def train(
     recorder: RunRecorder | None = None,
     tracker: Tracker | None = None,
     stop: StopFlag | None = None,
-    start_step: int = 0,
+    start: Position = Position(),
+    earlier_losses: Sequence[float] = (),
+    scaler: torch.amp.GradScaler | None = None,
+    after_step: Callable[[Position, dict[str, float]], None] = lambda position, figures: None,
     console: Console | None = None,
 ) -> TrainSummary:
     """Train until ``settings.steps``, or until ``stop`` is set, which ends it after the step in hand.
+
+    A training that goes on is given where it stood (``start``), the losses of its earlier steps for the summary, and
+    its ``scaler`` (default: a new one where fp16 needs it). ``after_step`` is called after each step and its
+    evaluation, with ``train/loss`` and, where evaluated, ``eval/loss``.
 
     Raises ``NonFiniteError`` after ``settings.max_bad_steps`` updates in a row with NaN or infinite loss or
     gradients. Such an update is left out (its step is counted, so data and schedule go on), said once in the
     log and counted. A model that keeps statistics in its forward (BatchNorm) has seen the bad batch all the same.
     """
     run = _Run(model, data, optimizer, learning_rate_at, settings, recorder, tracker, stop or StopFlag())
-    run.step = start_step
+    run.scaler = scaler or make_scaler(settings)
+    run.start_at(start, earlier_losses)
     if not model.training:  # else leave the flags alone: a user may have frozen single modules with eval()
         model.train()
     optimizer.zero_grad(set_to_none=True)
-    with _progress(console or Console(stderr=True), settings, start_step) as report:
-        reading = windows(data, settings.accumulate, start_step)
+    if start.evaluation_is_due:
+        run.evaluate()
+    with _progress(console or Console(stderr=True), settings, start.step) as report:
+        reading = windows(data, settings.accumulate, start)
         while run.step < settings.steps and not run.stop():
             row = run.do_step(reading)
             report(run.step, row)
             if run.is_evaluation_due():
                 run.evaluate()
+            after_step(run.position(), run.figures())
     return run.summary()
+
+
+def make_scaler(settings: TrainSettings) -> torch.amp.GradScaler | None:
+    """The loss scaler that fp16 autocast needs; None for every other number format."""
+    if settings.autocast_dtype != torch.float16:
+        return None
+    return torch.amp.GradScaler(torch.device(settings.device).type)
 
 
 class _Run:
@@ -323,24 +393,49 @@ class _Run:
         self.model, self.data, self.optimizer, self.learning_rate_at = model, data, optimizer, learning_rate_at
         self.settings, self.recorder, self.tracker, self.stop = settings, recorder, tracker, stop
         self.device = torch.device(settings.device)
-        uses_scaler = settings.autocast_dtype == torch.float16
-        self.scaler = torch.amp.GradScaler(self.device.type) if uses_scaler else None
+        self.scaler: torch.amp.GradScaler | None = None
         self.step = 0
         self.epoch = 0
+        self.samples_in_epoch = 0
+        self.batches_in_epoch: int | None = 0
         self.losses: list[float] = []
+        self.last_loss: float | None = None
         self.samples = self.tokens = 0
         self.train_s = 0.0
         self.skipped = self.bad_in_a_row = 0
         self.has_told = False
         self.peak_bytes: int | None = None
         self.eval_loss: float | None = None
+        self.evaluated_step: int | None = None
+
+    def start_at(self, start: Position, earlier_losses: Sequence[float]) -> None:
+        self.step, self.epoch = start.step, start.epoch
+        self.samples_in_epoch, self.batches_in_epoch = start.samples, start.batches
+        self.skipped, self.bad_in_a_row = start.skipped_updates, start.bad_in_a_row
+        self.losses = list(earlier_losses)
+
+    def position(self) -> Position:
+        due = self.is_evaluation_due() and self.evaluated_step != self.step
+        return Position(
+            self.step, self.epoch, self.samples_in_epoch, self.batches_in_epoch, self.skipped, self.bad_in_a_row, due
+        )
+
+    def figures(self) -> dict[str, float]:
+        """What the state after this step may be chosen by."""
+        found = {
+            "train/loss": self.last_loss,
+            "eval/loss": self.eval_loss if self.evaluated_step == self.step else None,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
     def do_step(self, reading: Iterator[tuple[int, list[Batch]]]) -> dict[str, float | int | None]:
         """One optimizer step; returns its line of metrics."""
         started = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.epoch, window = next(reading)
+        epoch, window = next(reading)
+        if epoch != self.epoch:
+            self.epoch, self.samples_in_epoch, self.batches_in_epoch = epoch, 0, 0
         rate = self.learning_rate_at(self.step + 1)
         set_learning_rate(self.optimizer, rate)
         done = _optimizer_step(self.model, window, self.optimizer, self.settings, self.scaler)
@@ -359,7 +454,12 @@ class _Run:
 
     def _count(self, window: list[Batch], step_s: float, done: _Step) -> None:
         self.train_s += step_s
-        self.samples += sum(len(batch.targets) for batch in window)
+        samples = sum(len(batch.targets) for batch in window)
+        self.samples += samples
+        self.samples_in_epoch += samples
+        if self.batches_in_epoch is not None:
+            self.batches_in_epoch += len(window)
+        self.last_loss = done.loss if done.loss is not None and math.isfinite(done.loss) else None
         self.tokens += sum(batch.targets.numel() for batch in window)
         if done.loss is not None and math.isfinite(done.loss):
             self.losses.append(done.loss)
@@ -403,7 +503,10 @@ class _Run:
         started = time.perf_counter()
         loss = evaluate(self.model, self.data, self.settings, self.stop)
         if loss is None:
+            if not self.stop():
+                self.evaluated_step = self.step  # there is nothing to evaluate on
             return
+        self.evaluated_step = self.step
         self.eval_loss = loss if math.isfinite(loss) else None
         eval_s = time.perf_counter() - started
         self._write({"step": self.step, "epoch": self.epoch, "eval/loss": loss, "eval_s": eval_s})
@@ -432,6 +535,7 @@ class _Run:
             peak_bytes=self.peak_bytes,
             eval_loss=self.eval_loss,
             signal=self.stop.signal_name,
+            position=self.position(),
         )
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from ckptplan.data import Batch
+from ckptplan.data.dataset import Dataset
+from ckptplan.data.spec import DataSpec
 from ckptplan.models import GPT
 
 
@@ -59,3 +65,44 @@ class BreaksLater(GPT):
         if torch.is_grad_enabled():
             raise RuntimeError("the user's own fault")
         return super().forward(inputs)
+
+
+class _Dropped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, 0.2, training=True)
+
+
+class NoisyNet(nn.Module):
+    """Blocks with dropout, which stays on in evaluation: that draws from the global stream too."""
+
+    def __init__(self, width: int = 32, depth: int = 4, classes: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, width)
+        wide = 16 * width  # so that a block keeps more than the random state that recomputing it needs
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, wide), nn.Tanh(), nn.Linear(wide, width), _Dropped()) for _ in range(depth)
+        )
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.stem(inputs.flatten(1))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+SEEN: list[int] = []
+"""The numbers of all samples that were read, in order."""
+
+
+def noisy_samples(batch_size: int = 4, num_samples: int = 103, seed: int = 0) -> Dataset:
+    """Samples to which each read adds noise from the global streams of torch, NumPy and Python."""
+
+    def read(numbers: Tensor) -> Batch:
+        SEEN.extend(numbers.tolist())
+        base = torch.sin(numbers.float()[:, None] + torch.arange(16)).reshape(-1, 1, 4, 4)
+        shift = random.random() + np.random.random()  # noqa: NPY002 (the global streams are the point)
+        return Batch(base + 0.1 * torch.randn(base.shape) + 0.1 * shift, numbers % 3)
+
+    spec = DataSpec("images", channels=1, image_size=4, classes=3)
+    return Dataset(spec, read, num_samples, 12, batch_size, seed)

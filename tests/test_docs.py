@@ -94,6 +94,12 @@ def start_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_logging:
     stub.run_job = lambda *_, **__: 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ckptplan.run", stub)
     monkeypatch.setattr(sweeps, "run_jobs", lambda jobs, *_, **__: len(jobs))
+    for number, name in enumerate((None, "first", "a=b, {c}")):  # earlier runs of the reader's, for resume=
+        folder = tmp_path / "outputs" / f"run{number}"
+        (folder / "state" / "step-60").mkdir(parents=True)
+        (folder / "state" / "step-60" / "manifest.json").touch()
+        (folder / "config.yaml").write_text(yaml.safe_dump({"name": name}), encoding="utf-8")
+    (tmp_path / "outputs" / "latest").symlink_to("run0")
     return tmp_path
 
 

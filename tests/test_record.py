@@ -27,7 +27,7 @@ from ckptplan.record import (
 # The keys of section 7 of the design, written out a second time on purpose.
 DESIGN_KEYS = {
     "": "schema status error config_hash name planner profile plan model data device dtype seed torch budget memory "
-    "latency gradients training timing environment notes",
+    "latency gradients training state timing environment notes",
     "profile": "source file measured_s",
     "plan": "text digest solve_s kept recomputed selective optimality_gap",
     "budget": "kind value bytes margin_bytes",
@@ -37,6 +37,7 @@ DESIGN_KEYS = {
     "latency": "step_ms no_checkpoint_step_ms overhead_ratio predicted_overhead_ratio recompute_flops_ratio",
     "gradients": "checked reference max_abs_diff max_rel_diff bitwise_equal passed",
     "training": "steps first_loss last_loss samples_per_s tokens_per_s",
+    "state": "path step saved stall_s resumed_from resumed_step",
     "timing": "profile_s plan_s apply_s train_s total_s",
 }
 

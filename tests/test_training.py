@@ -29,6 +29,7 @@ from ckptplan.record import RunRecorder, load_metrics
 from ckptplan.stopping import StopFlag
 from ckptplan.tracking import NoTracker
 from ckptplan.training import (
+    Position,
     TrainSettings,
     TrainSummary,
     accumulate_gradients,
@@ -307,11 +308,12 @@ def test_training_equals_a_hand_written_torch_loop_bit_for_bit(clip_norm: float 
 def test_starting_at_a_later_step_goes_on_in_the_middle_of_the_epoch() -> None:
     data = ListData(make_batches([2] * 7), shuffled=True)
     whole = [[id(batch) for batch in window] for _, window in islice(windows(data, 2), 10)]
-    for start in (0, 1, 3, 4, 6):
-        rest = [[id(batch) for batch in window] for _, window in islice(windows(data, 2, start), 10 - start)]
-        assert rest == whole[start:]
+    for step in (0, 1, 3, 4, 6):
+        start = Position(step, epoch=step // 4, samples=4 * (step % 4), batches=2 * (step % 4))
+        rest = [[id(batch) for batch in window] for _, window in islice(windows(data, 2, start), 10 - step)]
+        assert rest == whole[step:]
     data.served.clear()
-    next(windows(data, 2, 6))
+    next(windows(data, 2, Position(6, epoch=1, samples=8, batches=4)))
     assert len(data.served) == 2  # skipped batches are not read
 
 

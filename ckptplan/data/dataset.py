@@ -42,15 +42,18 @@ class Dataset:
         """Micro-batches in one epoch, a last short one included."""
         return -(-self.num_train_samples // self.batch_size)
 
-    def epoch_batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The micro-batches of one epoch, from number ``start`` (0-based) on; those before it are not read."""
+    def epoch_batches(self, epoch: int, start: int = 0, skip: int = 0) -> Iterator[Batch]:
+        """The micro-batches of one epoch, from number ``start`` (0-based) on; those before it are not read.
+
+        ``skip``: so many samples more are passed over, for an epoch that was begun with another ``batch_size``.
+        """
         require_int("epoch", epoch, minimum=0)
         if require_int("start", start, minimum=0) > self.batches_per_epoch:
             raise ValueError(
                 f"start={start}; an epoch has {self.batches_per_epoch} batches, expected 0 <= start <= that"
             )
         order = epoch_order(self.num_train_samples, self.seed, epoch)
-        return self._batches(order[start * self.batch_size :])
+        return self._batches(order[start * self.batch_size + require_int("skip", skip, minimum=0) :])
 
     def eval_batches(self) -> Iterator[Batch]:
         """All evaluation samples, always in the same order."""

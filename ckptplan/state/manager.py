@@ -245,6 +245,17 @@ class CheckpointManager:
         self._lock(place)
         delete_checkpoint(place.storage, name)
 
+    def next_good(self, checkpoint_id: str) -> str | None:
+        """Id of the newest checkpoint older than this one that passes every check; reads all of what it looks at."""
+        return self._own_place().folder.next_good(check_id(checkpoint_id))
+
+    def claim(self) -> None:
+        """Takes the location for this manager now, and not with its first save.
+
+        Waits for the writer of a run that has ended. Raises FolderInUseError where another manager writes there.
+        """
+        self._lock(self._own_place())
+
     # --- the end ---
 
     def close(self) -> None:
@@ -261,6 +272,18 @@ class CheckpointManager:
         if problem is not None:
             raise problem
         self._raise_unseen()
+
+    def abandon(self) -> None:
+        """Ends without waiting: what was handed to the writer wholly it still finishes, by itself; the rest goes."""
+        if self._state != "open":
+            return
+        self._state = "closed"
+        self._finalizer.detach()
+        self._saver.let_go()
+        for place in self._places.values():
+            if place.lock is not None:
+                place.lock.release()
+                place.lock = None
 
     def __enter__(self) -> CheckpointManager:
         return self

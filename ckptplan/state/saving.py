@@ -127,6 +127,11 @@ class Saver:
             arena.close()
         self._free = []
 
+    def let_go(self) -> None:
+        """Waits for nothing: the writer process finishes what it was handed wholly, and ends by itself."""
+        if self._writer is not None:
+            self._writer.let_go()
+
     def leave(self) -> None:
         """In a forked child: lets go of the parent's writer."""
         if self._writer is not None:

@@ -137,11 +137,17 @@ class WriterProcess:
         self._thread.join(timeout_s)
         self._connection.close()
 
+    def let_go(self) -> None:
+        """Lets it finish what it has been handed wholly, without waiting for that."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self.leave()
+
     def leave(self) -> None:
         """In a forked child: lets go of the socket without a word."""
         self._is_dead = True
         self._connection.close()
-        self._process.returncode = 0  # not this process's child; silences the warning of a running one
+        self._process.returncode = 0  # nobody here waits for it; silences the warning of a running one
 
     def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         data = json.dumps(message).encode()

@@ -25,6 +25,7 @@ from ckptplan.config import (
     load_config,
     resolve,
 )
+from ckptplan.runs import AUTO, find_run, find_same, merge_typed, typed_value, without
 
 if TYPE_CHECKING:
     from ckptplan.record import RunResult
@@ -62,7 +63,7 @@ class ProcessLauncher(Launcher):
         jobs: list[Job] = []
         for one in composed:
             job_folder = folder / job_folder_name(one.index, one.config, one.resolved)
-            job_folder = job_folder if settings.resume else _free(job_folder)
+            job_folder = one.run or (job_folder if settings.resume else _free(job_folder))
             result = _known_result(one)
             jobs.append(Job(one.index, one.overrides, job_folder, self._command(one, job_folder, shared), result))
         done: dict[int, dict[str, Any]] = {}
@@ -81,10 +82,23 @@ class ProcessLauncher(Launcher):
         return [_done(job.overrides) for job in jobs]
 
     def _load(self, overrides: list[str], index: int) -> _Composed:
+        overrides, run = self._resumed(overrides, index)
         config = self._compose(overrides, index)
-        one = _Composed(index, tuple(overrides), load_config(config), resolve(config))
+        one = _Composed(index, tuple(overrides), load_config(config), resolve(config), run)
         self._check_targets_once(one.config, config)
         return one
+
+    def _resumed(self, overrides: list[str], index: int) -> tuple[list[str], Path | None]:
+        """The overrides of a job that goes on with an earlier run, and that run; the job itself finds it again."""
+        wanted, output_dir = typed_value("resume", overrides), Path(str(self._config.output_dir))
+        if wanted is None:
+            return overrides, None
+        if wanted == AUTO:
+            same = find_same(resolve(self._compose(overrides, index)), output_dir, None)
+            return overrides, None if same is None else same.folder
+        found = find_run(wanted, output_dir)
+        merged = merge_typed(found.typed(), without(("resume",), overrides))
+        return [*merged, f"resume={hydra_text(found.path)}"], found.folder
 
     def _compose(self, overrides: list[str], index: int) -> DictConfig:
         config = self._context.config_loader.load_sweep_config(self._config, overrides)
@@ -127,6 +141,7 @@ class _Composed(NamedTuple):  # no dataclass: Hydra executes this module without
     overrides: tuple[str, ...]
     config: RunConfig
     resolved: dict[str, Any]
+    run: Path | None = None  # the folder of the earlier run that the job goes on with
 
     @property
     def wants_options(self) -> bool:

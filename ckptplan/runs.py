@@ -1,0 +1,213 @@
+"""Earlier runs: found by folder, name, "latest" or their configuration, and what was typed for them. Torch-free.
+
+A run can be resumed when its folder holds a state: a folder below ``state/`` with a manifest.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ckptplan.config import BUDGET_KEYS, config_error, config_hash, nearest, shell_override
+from ckptplan.record import flatten, write_atomic
+
+log = logging.getLogger(__name__)
+
+STATE_FOLDER = "state"
+AUTO = "auto"
+LATEST = "latest"
+_DEEPEST = (
+    5  # folders between output_dir and a run: train/<date>/<time>, or multirun/<date>/<time>/<job>, or a user's own
+)
+_LISTED = 8  # runs that a message names
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """A run that can be resumed; ``checkpoint_id`` is the state that was asked for, None: the newest."""
+
+    folder: Path
+    checkpoint_id: str | None = None
+
+    @property
+    def path(self) -> str:
+        """What ``resume=`` is given for it."""
+        folder = self.folder
+        return str(folder if self.checkpoint_id is None else folder / STATE_FOLDER / self.checkpoint_id)
+
+    def typed(self) -> list[str]:
+        """The overrides that the run was made with, as typed."""
+        try:
+            found = yaml.safe_load((self.folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return []
+        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+            raise config_error("resume", self.path, f"its .hydra/overrides.yaml cannot be read: {error}") from error
+        return [str(text) for text in found or []]
+
+
+def remember_typed(folder: Path, overrides: Sequence[str]) -> None:
+    """What a run that goes on is made with from now on."""
+    (folder / ".hydra").mkdir(exist_ok=True)
+    write_atomic(folder / ".hydra" / "overrides.yaml", yaml.safe_dump(list(overrides), allow_unicode=True, width=10**6))
+
+
+def holds_state(folder: Path) -> bool:
+    """Whether there is anything to resume, good or damaged."""
+    return next((folder / STATE_FOLDER).glob("*/manifest.json"), None) is not None
+
+
+def typed_value(key: str, overrides: Sequence[str]) -> str | None:
+    """The text that the last override of ``key`` gives it; None where there is none."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    found = [text for text in overrides if _key(text) == key]
+    if not found:
+        return None
+    value = OverridesParser.create().parse_override(found[-1]).value()
+    return None if value is None else str(value)
+
+
+def without(keys: Iterable[str], overrides: Sequence[str]) -> list[str]:
+    """The overrides of all other keys."""
+    left_out = set(keys)
+    return [text for text in overrides if _key(text) not in left_out]
+
+
+def find_run(wanted: str, output_dir: Path) -> FoundRun:
+    """The run of ``resume=<wanted>``: a folder, a state in it, a name, or "latest".
+
+    Raises ``ConfigError`` that says what is there instead.
+    """
+    folder = (latest_folder(output_dir) if wanted == LATEST else Path(wanted)).absolute()
+    if (folder / "manifest.json").is_file() and folder.parent.name == STATE_FOLDER:
+        return FoundRun(folder.parent.parent, folder.name)
+    if (folder / "config.yaml").is_file():
+        if holds_state(folder):
+            return FoundRun(folder)
+        raise config_error("resume", wanted, f"the run {folder} holds no state", remedy=_remedy(output_dir))
+    named = [run for run in runs_below(output_dir) if _name_of(run) == wanted]
+    for run in named:
+        if holds_state(run):
+            log.info("resume=%s: the newest run of that name that holds a state is %s", wanted, run)
+            return FoundRun(run)
+    if named:
+        raise config_error(
+            "resume", wanted, f"no run of that name holds a state: {named[0]}", remedy=_remedy(output_dir)
+        )
+    if wanted == LATEST:
+        problem = f"there is no run in {output_dir.absolute()}"
+        raise config_error("resume", wanted, problem, remedy="resume=<a run folder>, or output_dir=<where it is>")
+    names = list(dict.fromkeys(name for run in resumable(output_dir) if (name := _name_of(run)) is not None))
+    meant = nearest(wanted, names)
+    problem = f"neither a run folder nor the name of a run in {output_dir.absolute()}"
+    remedy = shell_override("resume", meant) if meant else _remedy(output_dir)
+    raise config_error("resume", wanted, problem, meant=meant, allowed=names[:_LISTED], remedy=remedy)
+
+
+def find_same(resolved: dict[str, Any], output_dir: Path, own_folder: Path | None) -> FoundRun | None:
+    """The run of ``resume=auto``: ``own_folder`` if it holds a state, else the newest run of this configuration."""
+    if own_folder is not None and holds_state(own_folder):
+        return FoundRun(own_folder)
+    wanted = config_hash(resolved)
+    for run in resumable(output_dir):
+        if _hash_of(run) == wanted:
+            return FoundRun(run)
+    return None
+
+
+def latest_folder(output_dir: Path) -> Path:
+    """Where ``<output_dir>/latest`` leads, a link or a text file."""
+    latest = output_dir.absolute() / LATEST
+    if latest.is_file():
+        return latest.parent / latest.read_text(encoding="utf-8").strip()
+    return Path(os.path.realpath(latest))
+
+
+def resumable(output_dir: Path) -> Iterator[Path]:
+    """The runs that hold a state, newest first."""
+    return (run for run in runs_below(output_dir) if holds_state(run))
+
+
+def runs_below(output_dir: Path) -> list[Path]:
+    """Folders of all runs, that begun or resumed last first."""
+    found: list[tuple[float, Path]] = []
+    for folder, inner, files in os.walk(output_dir.absolute()):
+        path = Path(folder)
+        if "config.yaml" in files and path.name != ".hydra":
+            found.append(((path / "config.yaml").stat().st_mtime_ns, path))
+            inner.clear()
+        elif len(path.relative_to(output_dir.absolute()).parts) >= _DEEPEST:
+            inner.clear()
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def merge_typed(earlier: Iterable[str], now: Sequence[str]) -> list[str]:
+    """The overrides of a run that goes on: those of before, changed by what is typed now.
+
+    A key typed anew replaces the old value, a group chosen anew also the old keys below it, a budget any other budget.
+    What belongs to one start (``resume``, hydra's own keys) is not taken over.
+    """
+    replaced = {_key(text) for text in now}
+    if replaced & set(BUDGET_KEYS):
+        replaced |= set(BUDGET_KEYS)
+    groups = {key for key in replaced if "." not in key}
+    kept = [
+        text
+        for text in earlier
+        if (key := _key(text)) not in replaced
+        and key.partition(".")[0] not in groups
+        and key != "resume"
+        and not key.startswith(("hydra.", "hydra/"))
+    ]
+    return [*kept, *now]
+
+
+def describe_changes(then: Mapping[str, Any], now: Mapping[str, Any], sections: Iterable[str] = ()) -> list[str]:
+    """``steps: 60 -> 120`` for every key of two resolved configurations that differs, in all or in these sections."""
+    before, after = flatten(then), flatten(now)
+    wanted = tuple(f"{section}/" for section in sections)
+    return [
+        f"{key.replace('/', '.')}: {before.get(key)} -> {after.get(key)}"
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key) and (not wanted or key.startswith(wanted))
+    ]
+
+
+def _key(override: str) -> str:
+    """``planner`` for ``planner=dp``, ``++planner=dp``, ``planner@there=dp`` and ``~planner``."""
+    return re.sub(r"@.*", "", override.partition("=")[0].lstrip("+~"))
+
+
+def _remedy(output_dir: Path) -> str:
+    run = next(resumable(output_dir), None)
+    return shell_override("resume", str(run)) if run else "the command without resume="
+
+
+def _stored(folder: Path) -> dict[str, Any]:
+    """The resolved configuration of a run; empty where it cannot be read."""
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"), resolve=True)
+    except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        log.debug("%s is left out: %s", folder, error)
+        return {}
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _name_of(folder: Path) -> str | None:
+    name = _stored(folder).get("name")
+    return name if isinstance(name, str) else None
+
+
+def _hash_of(folder: Path) -> str | None:
+    stored = _stored(folder)
+    return config_hash(stored) if stored else None
