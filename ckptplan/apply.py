@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from ckptplan.blocks import CheckpointableBlock, call_block, declare_blocks
+from ckptplan.blocks import CheckpointableBlock, call_block, declare_blocks, is_called_with
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.graph import Output
 from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, Selective, blocks_of
@@ -262,7 +262,7 @@ class _Segment:
 
     def hand_through(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = self.output
-        if not _is_called_with(output, args, kwargs):
+        if not is_called_with(output, args, kwargs):
             self.output = None
             raise PlanIncompatibleError(
                 f"block {name!r} is not called with exactly what the block before it returned, so it cannot run in "
@@ -272,14 +272,6 @@ class _Segment:
         if name == self.names[-1]:
             self.output = None
         return output
-
-
-def _is_called_with(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call's arguments are ``output``, spread as between the blocks of a plain chain."""
-    if isinstance(output, dict):
-        return not args and kwargs.keys() == output.keys() and all(kwargs[key] is output[key] for key in output)
-    given = tuple(output) if isinstance(output, (tuple, list)) else (output,)
-    return not kwargs and len(args) == len(given) and all(a is b for a, b in zip(args, given, strict=True))
 
 
 def _named_blocks(model: nn.Module, plan: CheckpointPlan) -> tuple[CheckpointableBlock, ...]:

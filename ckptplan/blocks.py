@@ -187,6 +187,14 @@ def call_block(module: nn.Module, value: Any, kwargs: Mapping[str, Any]) -> Any:
     return module(value, **chosen)
 
 
+def is_called_with(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call's arguments are ``output``, spread as ``call_block`` spreads it."""
+    if isinstance(output, dict):
+        return not args and kwargs.keys() == output.keys() and all(kwargs[key] is output[key] for key in output)
+    given = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+    return not kwargs and len(args) == len(given) and all(a is b for a, b in zip(args, given, strict=True))
+
+
 def takes_keyword(module: nn.Module, name: str) -> bool:
     """Whether ``module.forward`` has a parameter of that name, or takes any keyword."""
     parameters = inspect.signature(module.forward).parameters

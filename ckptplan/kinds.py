@@ -45,6 +45,7 @@ class Kind:
     output_gradient_bytes: int
     differentiable: bool
     arriving: GradientLayout | None = None  # how the next stage hands back the gradients of the output
+    pinned: tuple[int, ...] = ()  # positions of those that somebody else holds on to
     handed_back: GradientLayout = field(default_factory=dict)
     keep: StageCost | None = None
     recompute: StageCost | None = None
@@ -69,11 +70,18 @@ class Kind:
         return Guards(buffer_slots(self.module, names) if names else (), (self.module,))
 
 
-def kind_key(module: nn.Module, call: BlockCall, arriving: GradientLayout | None, observation: Observation) -> str:
+def kind_key(
+    module: nn.Module,
+    call: BlockCall,
+    arriving: GradientLayout | None,
+    observation: Observation,
+    pinned: tuple[int, ...] = (),
+) -> str:
     """Equal for blocks that do the same with the same memory; gradients that fill storages of their own are usual."""
     count = len({id(t) for t in tensors_in(call.output) if t.requires_grad})
     is_usual = arriving is None or (len(arriving) == count and not any(arriving.values()))
     gradients = "" if is_usual else repr(sorted((arriving or {}).items()))
+    gradients += f" pinned {pinned}" if pinned else ""
     return _hash(_computation(module, call), call.signature, str(call.autocast), gradients, repr(observation))
 
 
@@ -121,6 +129,7 @@ def examine(
     observation: Observation,
     device: torch.device,
     arriving: GradientLayout | None,
+    pinned: tuple[int, ...] = (),
 ) -> Kind:
     copies, args, kwargs = call.fresh()
     outputs = tensors_in(_under_autocast(module, call, device)(*args, **kwargs))
@@ -138,6 +147,7 @@ def examine(
         output_gradient_bytes=_gradient_bytes(outputs, arriving),
         differentiable=any(t.requires_grad for t in outputs),
         arriving=arriving,
+        pinned=pinned,
     )
     kind.handed_back = gradients_handed_back(block_forward(kind, device, None))
     return kind
@@ -166,7 +176,7 @@ def block_forward(kind: Kind, device: torch.device, guards: Guards | None, call:
                 output = module(*args, **kwargs)
             else:
                 output = run_recomputed(module, guards, *args, **kwargs)
-        return StageRun(copies, output, arriving=kind.arriving, handed_back=handed_back)
+        return StageRun(copies, output, arriving=kind.arriving, pinned=kind.pinned, handed_back=handed_back)
 
     return forward
 

@@ -7,42 +7,48 @@ they were. Memory and time are taken in separate runs.
 
 from __future__ import annotations
 
-import platform
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ckptplan.blocks import CheckpointableBlock, require_blocks, select_blocks
-from ckptplan.choices import Choices, Measuring, find_choices, same_choices, time_choices
+from ckptplan.assembly import (
+    Clock,
+    block_profile,
+    environment_of,
+    find_choices_of_kinds,
+    measure_times,
+    require_gradient,
+    timed_kinds,
+    with_choices,
+)
+from ckptplan.blocks import CheckpointableBlock, model_fingerprint, require_blocks, select_blocks
+from ckptplan.choices import Choices
 from ckptplan.discovery import find_blocks
-from ckptplan.errors import BlockDeclarationError, NoDifferentiableOutputError
+from ckptplan.errors import BlockDeclarationError, UnsupportedBoundaryError
+from ckptplan.flow import measure_any
 from ckptplan.kinds import (
     Kind,
-    activation_bytes,
-    block_forward,
     examine,
     kind_key,
     measure_bytes_and_flops,
     observe_block,
-    time_again,
     time_key,
     with_loss,
 )
 from ckptplan.memory import make_meter
-from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
+from ckptplan.profiles import ChainProfile, RegionProfile, StageCost, modules_of
 from ckptplan.randomness import random_state_restored
 from ckptplan.regions import loss_bytes, post_forward, pre_forward
-from ckptplan.stages import GradientLayout, StageForward, gradients_handed_back, stage_flops, time_stage
+from ckptplan.stages import GradientLayout, StageForward, gradients_handed_back, stage_flops
 from ckptplan.subject import LossFn, PlainChain, Subject, Trials, default_device, require_placement
 from ckptplan.tied import SharedWeights
-from ckptplan.trace import BlockCall, ChainTrace, trace_subject, value_signature
+from ckptplan.trace import ChainTrace, trace_subject
 from ckptplan.trees import distinct_storages
-from ckptplan.wrappers import checkpoint_calls, own_calls_message, plainness_faults
+from ckptplan.wrappers import plainness_faults
 
 
 def profile_blocks(
@@ -121,7 +127,9 @@ def profile_model(
     """What each block of ``model`` costs, and what the model runs before and after them.
 
     Args:
-        model: any module that runs its blocks once, in order, each on what the previous one returned.
+        model: any module. Blocks may be called with anything that is made in the step (masks, positions, an encoder's
+            output), any number of times, with code of the model between them and tensors held across them; a call
+            of a block beyond its first is a stage of its own, named as ``layer@2``.
         blocks: declared blocks, or their module paths or globs (``"layers.*"``); None: those that
             ``model.declared_blocks()`` gives, else found by one forward.
         batch: handed to ``loss_fn``; its tensors stand before the step and are not counted.
@@ -195,60 +203,58 @@ def _profile(
         stack.enter_context(random_state_restored(device))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        selective = selective and memory != "off"
         subject = Subject.of(model, blocks, batch, step, device, has_loss)
-        return _measure(subject, trials, memory, check_stop, selective and memory != "off")
+        try:
+            trace = trace_subject(subject)
+        except (BlockDeclarationError, UnsupportedBoundaryError):
+            if not has_loss:
+                raise
+            # no plain chain: measured as it is, on a twin that no forward has run on
+            subject = Subject.of(model, blocks, batch, step, device, has_loss)
+            profile = measure_any(subject, trials, memory, check_stop, selective)
+            return replace(profile, fingerprint=model_fingerprint(_in_running_order(blocks, profile)))
+        return _measure(subject, trace, trials, memory, check_stop, selective)
 
 
-@dataclass
-class _Clock:
-    """Trial times of one stage, in milliseconds."""
-
-    forward_ms: list[float]
-    backward_ms: list[float]
-    again_ms: list[float]
-
-    @staticmethod
-    def p50(values: Sequence[float]) -> float | None:
-        return statistics.median(values) if values else None
-
-    @staticmethod
-    def mean(values: Sequence[float]) -> float | None:
-        return statistics.fmean(values) if values else None
-
-    @staticmethod
-    def std(values: Sequence[float]) -> float | None:
-        return statistics.stdev(values) if len(values) > 1 else None
+def _in_running_order(blocks: Sequence[CheckpointableBlock], profile: ChainProfile) -> tuple[CheckpointableBlock, ...]:
+    by_id = {block.block_id: block for block in blocks}
+    distinct = dict.fromkeys(modules_of(profile.block_ids))
+    return tuple(replace(by_id[block_id], order=order) for order, block_id in enumerate(distinct))
 
 
 def _measure(
-    subject: Subject, trials: Trials, memory: str, check_stop: Callable[[], None], selective: bool
+    subject: Subject,
+    trace: ChainTrace,
+    trials: Trials,
+    memory: str,
+    check_stop: Callable[[], None],
+    selective: bool,
 ) -> ChainProfile:
-    with checkpoint_calls(subject.twin) as calls:
-        trace = trace_subject(subject)
-    if calls:
-        raise BlockDeclarationError(own_calls_message(calls))
     regions: dict[str, StageForward] = {}
     if subject.has_loss:
         regions["post"] = post_forward(subject, trace)
     kinds, keys, handed_back = _examine_backwards(subject, trace, regions.get("post"))
     if trace.has_pre:
         regions["pre"] = pre_forward(subject, len(trace.calls[0].boundary), handed_back)
-    _require_gradient(kinds, subject.names)
+    require_gradient(kinds, subject.names)
     shared = SharedWeights.of(subject, trace, regions, [kinds[key] for key in keys], memory)
     costs = _measure_bytes(kinds, regions, shared, subject, memory, check_stop)
     time_keys = [time_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)]
-    timed = _timed_kinds(kinds, keys, time_keys)
+    timed = timed_kinds(kinds, keys, time_keys)
     choices: dict[str, Choices] = {}
     if selective:
-        choices = _find_choices(kinds, dict(zip(keys, time_keys, strict=True)), timed, regions, subject, memory)
+        choices = find_choices_of_kinds(
+            kinds, dict(zip(keys, time_keys, strict=True)), timed, subject, memory, loss_bytes(regions)
+        )
     of_timed = {name: choices[key] for name, kind in timed.items() for key in choices if kinds[key] is kind}
-    clocks = _measure_times(timed, regions, of_timed, subject, trials, check_stop)
+    clocks = measure_times(timed, regions, of_timed, subject, trials, check_stop)
     first = trace.calls[0]
     return ChainProfile(
         blocks=tuple(
             shared.block_beside(
-                _with_choices(
-                    _block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory),
+                with_choices(
+                    block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory),
                     choices.get(key),
                 ),
                 kinds[key],
@@ -262,17 +268,8 @@ def _measure(
         loss_bytes=0 if memory == "off" else loss_bytes(regions),
         meter="off" if memory == "off" else make_meter(subject.device, memory).name,
         fingerprint=subject.fingerprint,
-        environment=_environment(subject.device, first),
+        environment=environment_of(subject.device, first),
     )
-
-
-def _require_gradient(kinds: dict[str, Kind], names: Sequence[str]) -> None:
-    if not any(kind.differentiable for kind in kinds.values()):
-        raise NoDifferentiableOutputError(
-            f"no block has an output that a gradient flows through ({', '.join(names)}): nothing is saved "
-            "for backward, so there is nothing to plan. Are all parameters frozen?",
-            names,
-        )
 
 
 def _measure_bytes(
@@ -299,15 +296,6 @@ def _measure_bytes(
     return costs
 
 
-def _timed_kinds(kinds: dict[str, Kind], keys: Sequence[str], time_keys: Sequence[str]) -> dict[str, Kind]:
-    """One kind for each distinct time, one that can be recomputed if there is such."""
-    timed: dict[str, Kind] = {}
-    for key, name in zip(keys, time_keys, strict=True):
-        if name not in timed or kinds[key].exclusion_reason is None:
-            timed[name] = kinds[key]
-    return timed
-
-
 def _examine_backwards(
     subject: Subject, trace: ChainTrace, post: StageForward | None
 ) -> tuple[dict[str, Kind], list[str], GradientLayout | None]:
@@ -328,117 +316,12 @@ def _examine_backwards(
     return kinds, keys, layout
 
 
-def _find_choices(
-    kinds: dict[str, Kind],
-    time_keys: dict[str, str],
-    timed: dict[str, Kind],
-    regions: dict[str, StageForward],
-    subject: Subject,
-    memory: str,
-) -> dict[str, Choices]:
-    """What to keep inside each kind; kinds that share their times share their options."""
-    how = Measuring(subject.device, memory, subject.synchronize, loss_bytes(regions))
-    found: dict[str, Choices] = {}
-    for time_of, example in timed.items():
-        first = find_choices(example, how)
-        for key, kind in kinds.items():
-            if time_keys[key] == time_of:
-                found[key] = first if kind is example else same_choices(kind, first, how)
-    return found
-
-
-def _with_choices(block: BlockProfile, choices: Choices | None) -> BlockProfile:
-    if choices is None:
-        return block
-    refused = () if choices.refused is None else (f"not replayed: {choices.refused}",)
-    return replace(block, selective=choices.options(), warnings=(*block.warnings, *refused))
-
-
-def _measure_times(
-    kinds: dict[str, Kind],
-    regions: dict[str, StageForward],
-    choices: dict[str, Choices],
-    subject: Subject,
-    trials: Trials,
-    check_stop: Callable[[], None],
-) -> dict[str, _Clock]:
-    """All stages in turn, round by round, so that a slow moment of the machine hits all of them."""
-    clocks = {name: _Clock([], [], []) for name in (*kinds, *regions)}
-    for trial in range(-trials.num_warmup, trials.num_trials):
-        for name, clock in clocks.items():
-            check_stop()
-            forward = regions[name] if name in regions else block_forward(kinds[name], subject.device, None)
-            forward_ms, backward_ms = time_stage(forward, subject.synchronize)
-            again_ms = time_again(kinds[name], subject.device, subject.synchronize) if name in kinds else None
-            if name in choices and trial >= 0:
-                time_choices(choices[name], forward_ms, subject.device, subject.synchronize)
-            if trial >= 0:
-                clock.forward_ms.append(forward_ms)
-                clock.backward_ms.append(backward_ms)
-                if again_ms is not None:
-                    clock.again_ms.append(again_ms)
-    return clocks
-
-
-def _block_profile(
-    subject: Subject, order: int, key: str, kind: Kind, clock: _Clock, trials: Trials, memory: str
-) -> BlockProfile:
-    module = subject.modules[order]
-    parameters = list(module.parameters())
-    return BlockProfile(
-        block_id=subject.names[order],
-        order=order,
-        kind=key,
-        activation_bytes_estimate=activation_bytes(kind),
-        activation_bytes_method=None if kind.keep is None else "storages alive after the forward, by the allocator",
-        timing_only=memory == "off",
-        output_bytes=kind.output_bytes,
-        output_is_input=kind.output_is_input,
-        output_gradient_bytes=kind.output_gradient_bytes,
-        keep=kind.keep,
-        recompute=kind.recompute,
-        forward_time_ms=_Clock.p50(clock.forward_ms),
-        forward_time_ms_mean=_Clock.mean(clock.forward_ms),
-        forward_time_ms_std=_Clock.std(clock.forward_ms),
-        backward_time_ms=_Clock.p50(clock.backward_ms),
-        recompute_time_ms=_Clock.p50(clock.again_ms),
-        recompute_time_upper_bound_ms_mean=_Clock.mean(clock.forward_ms),
-        recompute_time_ms_std=_Clock.std(clock.again_ms),
-        forward_flops=kind.forward_flops,
-        backward_flops=kind.backward_flops,
-        recompute_flops=kind.recompute_flops,
-        eligible_for_checkpoint=kind.exclusion_reason is None,
-        exclusion_reason=kind.exclusion_reason,
-        is_stochastic=kind.observation.draws_random,
-        is_stateful=bool(kind.observation.mutated_buffers),
-        mutated_buffers=kind.observation.mutated_buffers,
-        guard_bytes=kind.guard_bytes,
-        replay_copy_bytes=kind.replay_copy_bytes,
-        random_state_bytes=kind.random_state_bytes,
-        stopped_forward_peak_bytes=kind.stopped_forward_peak_bytes,
-        replayed_backward_peak_bytes=kind.replayed_backward_peak_bytes,
-        module_class=type(module).__name__,
-        device=str(subject.device),
-        dtype=_dtype_of(parameters),
-        input_shape_signature=value_signature((kind.call.args, kind.call.kwargs)),
-        output_shape_signature=value_signature(kind.call.output),
-        param_count=sum(p.numel() for p in parameters),
-        trainable_param_count=sum(p.numel() for p in parameters if p.requires_grad),
-        num_warmup=trials.num_warmup,
-        num_trials=trials.num_trials,
-    )
-
-
-def _dtype_of(parameters: Sequence[nn.Parameter]) -> str:
-    return ",".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
-
-
 def _region_profile(
     title: str,
     name: str,
     regions: dict[str, StageForward],
     costs: dict[str, StageCost],
-    clocks: dict[str, _Clock],
+    clocks: dict[str, Clock],
     boundary: Sequence[torch.Tensor],
 ) -> RegionProfile | None:
     if name not in regions or name not in costs:
@@ -450,19 +333,8 @@ def _region_profile(
         cost=costs[name],
         output_bytes=tuple(t.untyped_storage().nbytes() for t in storages),
         output_is_input=(None,) * len(storages),
-        forward_time_ms=_Clock.p50(clocks[name].forward_ms),
-        backward_time_ms=_Clock.p50(clocks[name].backward_ms),
+        forward_time_ms=Clock.p50(clocks[name].forward_ms),
+        backward_time_ms=Clock.p50(clocks[name].backward_ms),
         forward_flops=forward_flops,
         backward_flops=backward_flops,
     )
-
-
-def _environment(device: torch.device, first: BlockCall) -> dict[str, Any]:
-    enabled, dtype, cached = first.autocast
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "threads": torch.get_num_threads(),
-        "autocast": f"{dtype}, cache {'on' if cached else 'off'}" if enabled else "off",
-    }

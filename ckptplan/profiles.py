@@ -367,6 +367,13 @@ def _require_matching_flags(profile: ChainProfile) -> None:
         num_inputs = len(passed)
 
 
+def modules_of(block_ids: Sequence[str]) -> tuple[str, ...]:
+    """Per block the id of its module: a module's calls beyond its first are named ``layer@2``, ``layer@3``."""
+    known = set(block_ids)
+    split = [(block_id, *block_id.rpartition("@")[::2]) for block_id in block_ids]
+    return tuple(base if number.isdecimal() and base in known else whole for whole, base, number in split)
+
+
 def recompute_costs(profile: ChainProfile, cost: CostKind | str) -> tuple[float | None, ...]:
     """What one recomputation of each block costs (ms or FLOPs); None for a block that cannot be recomputed.
 

@@ -51,6 +51,7 @@ class StageRun:
         inputs: boundary tensors that came in.
         output: what goes out; for the last stage the loss.
         arriving: how the gradients of the output's tensors come in; None: each on a storage of its own.
+        pinned: positions of those that somebody else holds to the end.
         handed_back: filled by the backward, for the tensors of the boundary that came in.
         beside: what the model may hold meanwhile without it being the stage's; kept to the end, so that it cancels out.
     """
@@ -59,6 +60,7 @@ class StageRun:
     output: Any
     is_loss: bool = False
     arriving: GradientLayout | None = None
+    pinned: tuple[int, ...] = ()
     handed_back: GradientLayout = field(default_factory=dict)
     beside: Any = None
 
@@ -87,11 +89,12 @@ class OwnedCopies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
-        ctx.handed_back.update(_layout_of(gradients))
+        ctx.handed_back.update(layout_of(gradients))
         return (None,) * (len(gradients) + 3)
 
 
-def _layout_of(gradients: Sequence[torch.Tensor | None]) -> GradientLayout:
+def layout_of(gradients: Sequence[torch.Tensor | None]) -> GradientLayout:
+    """Per position of a gradient that is there how it lies in memory."""
     present = {i: g for i, g in enumerate(gradients) if g is not None}
     keys = [storage_key(g) for g in present.values()]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
@@ -108,23 +111,36 @@ class EngineOwnedGradients(torch.autograd.Function):
     """A root whose backward allocates the gradients of the outputs anew, as the next stage would."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Sequence[SharedGradient | None], *outputs: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, layout: Sequence[SharedGradient | None], pinned: Sequence[bool], *outputs: torch.Tensor
+    ) -> torch.Tensor:
         ctx.specs = [(g, o.shape, o.dtype, o.device) for g, o in zip(layout, outputs, strict=True)]
+        ctx.pinned = pinned
         return outputs[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        bases: dict[int, torch.Tensor] = {}
-        made = []
-        for gradient, shape, dtype, device in ctx.specs:
-            if gradient is None:
-                made.append(torch.full(shape, 1e-3, dtype=dtype, device=device))
-                continue
-            if gradient.storage not in bases:
-                size = gradient.storage_bytes // dtype.itemsize
-                bases[gradient.storage] = torch.full((size,), 1e-3, dtype=dtype, device=device)
-            made.append(bases[gradient.storage].as_strided(shape, gradient.stride, gradient.offset))
-        return (None, *made)
+        made = allocate_gradients(ctx.specs)
+        ctx.held = [gradient for gradient, is_pinned in zip(made, ctx.pinned, strict=True) if is_pinned]
+        return (None, None, *made)
+
+
+GradientSpec = tuple[SharedGradient | None, torch.Size, torch.dtype, torch.device]
+
+
+def allocate_gradients(specs: Sequence[GradientSpec]) -> list[torch.Tensor]:
+    """Gradients that lie in memory as ``specs`` say."""
+    bases: dict[int, torch.Tensor] = {}
+    made = []
+    for gradient, shape, dtype, device in specs:
+        if gradient is None:
+            made.append(torch.full(shape, 1e-3, dtype=dtype, device=device))
+            continue
+        if gradient.storage not in bases:
+            size = gradient.storage_bytes // dtype.itemsize
+            bases[gradient.storage] = torch.full((size,), 1e-3, dtype=dtype, device=device)
+        made.append(bases[gradient.storage].as_strided(shape, gradient.stride, gradient.offset))
+    return made
 
 
 def copy_of(tensor: torch.Tensor, bases: Bases) -> torch.Tensor:
@@ -222,8 +238,11 @@ def _root(run: StageRun) -> torch.Tensor | None:
         return run.output if run.output.requires_grad else None
     outputs = list({id(t): t for t in tensors_in(run.output)}.values())
     arriving = run.arriving or dict.fromkeys(range(len(outputs)))
-    chosen = [(arriving[i], t) for i, t in enumerate(outputs) if t.requires_grad and i in arriving]
-    return EngineOwnedGradients.apply([g for g, _ in chosen], *(t for _, t in chosen)) if chosen else None
+    chosen = [(arriving[i], i in run.pinned, t) for i, t in enumerate(outputs) if t.requires_grad and i in arriving]
+    if not chosen:
+        return None
+    layout, pinned, tensors = zip(*chosen, strict=True)
+    return EngineOwnedGradients.apply(layout, pinned, *tensors)
 
 
 def _backward(root: torch.Tensor | None) -> None:

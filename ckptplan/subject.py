@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -145,6 +145,18 @@ class Subject:
             has_loss=has_loss,
             fingerprint=model_fingerprint(blocks),
         )
+
+    def standing_tensors(self) -> list[torch.Tensor]:
+        """What stands before the step: the batch, and all weights and buffers of the twin."""
+        return [*self.outside, *self.twin.parameters(), *self.twin.buffers()]
+
+    def of_calls(self, blocks: Sequence[int]) -> Subject:
+        """The same with a name and a module per call, for blocks called more than once: ``layer``, ``layer@2``."""
+        names: list[str] = []
+        for position, block in enumerate(blocks):
+            earlier = list(blocks[:position]).count(block)
+            names.append(self.names[block] + (f"@{earlier + 1}" if earlier else ""))
+        return replace(self, names=names, modules=[self.modules[block] for block in blocks])
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptplan.blocks import is_called_with
 from ckptplan.errors import BlockDeclarationError, UnsupportedBoundaryError
 from ckptplan.randomness import torch_state
 from ckptplan.stages import GradientLayout, copies_of, own_copies
 from ckptplan.subject import Subject
 from ckptplan.trees import map_tensors, same, storage_key, tensors_in
 from ckptplan.twin import WriteGuard, computed_weights
+from ckptplan.wrappers import checkpoint_calls, own_calls_message
 
 Step = Callable[[], Any]  # one forward of the whole model; returns the loss, or the output where there is no loss
 Autocast = tuple[bool, torch.dtype, bool]
@@ -53,8 +55,12 @@ class BlockCall:
     """What a block was called with and gave back in the real forward; all tensors cut off from the graph.
 
     Attributes:
-        boundary: the tensors that the previous stage made, as distinct objects, in order.
+        boundary: the tensors that earlier stages made, as distinct objects, in order.
         signature: shapes, dtypes and gradient flags of every argument, as text.
+        block: the number of the block among those declared.
+        follows: it takes exactly what the call before returned, spread as ``call_block`` does it.
+        passed, views: which distinct tensors of the output are tensors of the boundary, or lie in their memory, by
+            position.
     """
 
     args: tuple[Any, ...]
@@ -63,6 +69,10 @@ class BlockCall:
     output: Any = None
     autocast: Autocast = (False, torch.float32, True)
     signature: str = ""
+    block: int = 0
+    follows: bool = False
+    passed: dict[int, int] = field(default_factory=dict)
+    views: dict[int, int] = field(default_factory=dict)
     first: FirstRun = field(default_factory=FirstRun)
 
     def fresh(
@@ -116,20 +126,24 @@ def autocast_as(device: torch.device, state: Autocast) -> AbstractContextManager
     return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=cached)
 
 
-def trace_subject(subject: Subject) -> ChainTrace:
+def trace_subject(subject: Subject, *, linked: bool = True) -> ChainTrace:
     """``trace_chain`` of a twin, which leaves the caller's weights as they are whatever the forward does to them.
 
     Raises: as ``trace_chain``.
     """
     guard = WriteGuard(subject.callers_parameters)
     before = {name: buffer.detach().clone() for name, buffer in subject.callers_buffers.items()}
+    outside = [*subject.outside, *(() if linked else subject.standing_tensors())]
     try:
-        trace = trace_chain(
-            subject.names, subject.modules, subject.run_step, subject.outside, subject.device, guard=guard
-        )
+        with checkpoint_calls(subject.twin) as calls:
+            trace = trace_chain(
+                subject.names, subject.modules, subject.run_step, outside, subject.device, guard=guard, linked=linked
+            )
     finally:
         guard.restore()
         strange = _put_back(subject.callers_buffers, before)
+    if calls:
+        raise BlockDeclarationError(own_calls_message(calls))
     if strange:
         raise BlockDeclarationError(_original_used("the model changes the buffer", strange[0]))
     keys = {storage_key(subject.callers_parameters[name]) for name in guard.saved}
@@ -162,6 +176,7 @@ def trace_chain(
     outside: Sequence[torch.Tensor],
     device: torch.device,
     guard: WriteGuard | None = None,
+    linked: bool = True,
 ) -> ChainTrace:
     """Run ``step`` once and record every block's call.
 
@@ -169,12 +184,14 @@ def trace_chain(
         names, modules: the blocks in declared order.
         outside: tensors that stand before the step (the batch, constants); they are no boundary.
         guard: watches the parameters of the model of which ``modules`` are a twin's.
+        linked: every block must run once, in order, on exactly what the one before returned. Else the calls are
+            recorded as they come, with all that the step made before them as their boundary.
 
     Raises:
-        BlockDeclarationError: a block that does not run, runs twice, or runs out of order, or that computes with
-            parameters that ``guard`` watches instead of the twin's.
-        UnsupportedBoundaryError: a block that is not called with what the previous one returned, or whose output
-            the model uses for something else too.
+        BlockDeclarationError: a block that does not run, or that computes with parameters that ``guard`` watches
+            instead of the twin's; where ``linked`` also one that runs twice or out of order.
+        UnsupportedBoundaryError: where ``linked``, a block that is not called with what the previous one returned, or
+            whose output the model uses for something else too.
     """
     trace = ChainTrace()
     guard = guard or WriteGuard({})
@@ -184,16 +201,20 @@ def trace_chain(
     standing = {storage_key(t) for t in outside}
     standing.update(storage_key(t) for m in modules for t in (*m.parameters(), *m.buffers()))
     previous: list[torch.Tensor] = []
+    last_output: Any = None
 
     def stand_for(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
         def stand(*args: Any, **kwargs: Any) -> Any:
-            nonlocal previous, versions
-            _require_order(index, len(trace.calls), names)
-            boundary = _boundary(index, names, args, kwargs, previous, standing)
-            _require_untouched(index, names, previous, versions)
-            if index == 0:
+            nonlocal previous, versions, last_output
+            boundary = boundary_of(args, kwargs, standing)
+            if linked:
+                _require_order(index, len(trace.calls), names)
+                boundary = _boundary(index, names, args, kwargs, previous, standing)
+                _require_untouched(index, names, previous, versions)
+            if not trace.calls:
                 trace.has_pre = bool(boundary)
             call = _recorded(args, kwargs, boundary, autocast_now(device))
+            call.block, call.follows = index, bool(trace.calls) and is_called_with(last_output, args, kwargs)
             trace.calls.append(call)
             already = set(guard.saved)
             call.first = first_runs[index]
@@ -201,9 +222,10 @@ def trace_chain(
             _note_changes(call.first, modules[index])
             call.first.written = tuple(name for name in guard.saved if name not in already)
             _require_own_parameters(output, callers, f"block {names[index]!r}")
+            call.passed, call.views = _handed_through(output, boundary)
             without_graph = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors_in(output)}
             call.output = map_tensors(output, lambda t: without_graph[id(t)])
-            cut = _cut(output, args, kwargs)
+            cut = last_output = _cut(output, args, kwargs)
             previous = list({id(t): t for t in tensors_in(cut)}.values())
             versions = [t._version for t in previous]
             edges.append([_edge(t) for t in previous if t.grad_fn is not None])
@@ -214,12 +236,14 @@ def trace_chain(
     stands = [stand_for(i, m.forward) for i, m in enumerate(modules)]
     with exchanged_forwards(modules, stands), _first_runs(modules, device) as first_runs, guard:
         result = step()
-    if len(trace.calls) < len(modules):
+    missing = sorted(set(range(len(modules))) - {call.block for call in trace.calls})
+    if missing:
         raise BlockDeclarationError(
-            f"block {names[len(trace.calls)]!r} is declared but does not run in the model's forward; leave it out"
+            f"block {names[missing[0]]!r} is declared but does not run in the model's forward; leave it out"
         )
     _require_own_parameters(result, callers, "the code before or after the blocks")
-    _require_used_by_blocks_only(result, edges, names)
+    if linked:
+        _require_used_by_blocks_only(result, edges, names)
     _note_shared_buffers(trace, names, modules)
     return trace
 
@@ -341,10 +365,11 @@ def _note_shared_buffers(trace: ChainTrace, names: Sequence[str], modules: Seque
         for name, buffer in module.named_buffers(remove_duplicate=False):
             holders.setdefault(id(buffer), {}).setdefault(index, name)
     for shared in (h for h in holders.values() if len(h) > 1):
-        if any(name in trace.calls[index].first.changed for index, name in shared.items()):
-            for index, name in shared.items():
-                other = next(i for i in shared if i != index)
-                trace.calls[index].first.shared_with[name] = names[other]
+        using = [call for call in trace.calls if call.block in shared]
+        if any(shared[call.block] in call.first.changed for call in using):
+            for call in using:
+                other = next(i for i in shared if i != call.block)
+                call.first.shared_with[shared[call.block]] = names[other]
 
 
 def _require_order(index: int, already: int, names: Sequence[str]) -> None:
@@ -367,11 +392,11 @@ def _boundary(
     standing: set[int],
 ) -> list[torch.Tensor]:
     """The tensors that came from the previous block (for the first: from the model), distinct objects in order."""
-    given = {id(t): t for t in tensors_in((args, kwargs))}
+    given = boundary_of(args, kwargs, standing)
     if index == 0:
-        return [t for t in given.values() if storage_key(t) not in standing]
+        return given
     handed = {id(t) for t in previous}
-    strange = [t for t in given.values() if id(t) not in handed and storage_key(t) not in standing]
+    strange = [t for t in given if id(t) not in handed]
     if strange:
         raise UnsupportedBoundaryError(
             f"block {names[index]!r} is called with a tensor of shape {tuple(strange[0].shape)} that is neither what "
@@ -379,6 +404,24 @@ def _boundary(
             "Declare blocks that follow each other directly, or move that code into one of them"
         )
     return list(previous)
+
+
+def boundary_of(args: tuple[Any, ...], kwargs: dict[str, Any], standing: set[int]) -> list[torch.Tensor]:
+    """The distinct tensors of a call's arguments that the step has made, in order."""
+    given = {id(t): t for t in tensors_in((args, kwargs))}
+    return [t for t in given.values() if storage_key(t) not in standing]
+
+
+def _handed_through(output: Any, boundary: Sequence[torch.Tensor]) -> tuple[dict[int, int], dict[int, int]]:
+    """By position among the output's tensors: which tensor of the boundary it is, or in whose memory it lies."""
+    at, at_storage = ({key(t): i for i, t in reversed(list(enumerate(boundary)))} for key in (id, storage_key))
+    passed, views = {}, {}
+    for position, tensor in enumerate({id(t): t for t in tensors_in(output)}.values()):
+        if id(tensor) in at:
+            passed[position] = at[id(tensor)]
+        elif storage_key(tensor) in at_storage:
+            views[position] = at_storage[storage_key(tensor)]
+    return passed, views
 
 
 def _recorded(

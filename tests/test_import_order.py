@@ -18,7 +18,7 @@ PACKAGE = Path(ckptplan.__file__).parent
 ORDER = """
 errors units console config record graph options
 randomness runtime optim trees wrappers blocks memory recompute replay twin subject profiles selective stages operators
-trace discovery observe kinds choices regions tied measure
+trace discovery observe kinds choices regions tied assembly skeleton flow measure
 plan gaps targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
 planners.options planners.stairs planners.stretches planners.nested planners.milp
 planners.budgets planners.reasons planners

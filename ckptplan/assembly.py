@@ -1,0 +1,183 @@
+"""From measured kinds of blocks to a profile: trials in turn, options, one record per block."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptplan.choices import Choices, Measuring, find_choices, same_choices, time_choices
+from ckptplan.errors import NoDifferentiableOutputError
+from ckptplan.kinds import Kind, activation_bytes, block_forward, time_again
+from ckptplan.profiles import BlockProfile
+from ckptplan.stages import StageForward, time_stage
+from ckptplan.subject import Subject, Trials
+from ckptplan.trace import BlockCall, value_signature
+
+
+@dataclass
+class Clock:
+    """Trial times of one stage, in milliseconds."""
+
+    forward_ms: list[float]
+    backward_ms: list[float]
+    again_ms: list[float]
+
+    @staticmethod
+    def p50(values: Sequence[float]) -> float | None:
+        return statistics.median(values) if values else None
+
+    @staticmethod
+    def mean(values: Sequence[float]) -> float | None:
+        return statistics.fmean(values) if values else None
+
+    @staticmethod
+    def std(values: Sequence[float]) -> float | None:
+        return statistics.stdev(values) if len(values) > 1 else None
+
+
+def require_gradient(kinds: dict[str, Kind], names: Sequence[str]) -> None:
+    if not any(kind.differentiable for kind in kinds.values()):
+        raise NoDifferentiableOutputError(
+            f"no block has an output that a gradient flows through ({', '.join(names)}): nothing is saved "
+            "for backward, so there is nothing to plan. Are all parameters frozen?",
+            names,
+        )
+
+
+def timed_kinds(kinds: dict[str, Kind], keys: Sequence[str], time_keys: Sequence[str]) -> dict[str, Kind]:
+    """One kind for each distinct time, one that can be recomputed if there is such."""
+    timed: dict[str, Kind] = {}
+    for key, name in zip(keys, time_keys, strict=True):
+        if name not in timed or kinds[key].exclusion_reason is None:
+            timed[name] = kinds[key]
+    return timed
+
+
+def find_choices_of_kinds(
+    kinds: dict[str, Kind],
+    time_keys: dict[str, str],
+    timed: dict[str, Kind],
+    subject: Subject,
+    memory: str,
+    held_bytes: int = 0,
+) -> dict[str, Choices]:
+    """What to keep inside each kind; kinds that share their times share their options.
+
+    ``held_bytes`` stand in every backward.
+    """
+    how = Measuring(subject.device, memory, subject.synchronize, held_bytes)
+    found: dict[str, Choices] = {}
+    for time_of, example in timed.items():
+        first = find_choices(example, how)
+        for key, kind in kinds.items():
+            if time_keys[key] == time_of:
+                found[key] = first if kind is example else same_choices(kind, first, how)
+    return found
+
+
+def with_choices(block: BlockProfile, choices: Choices | None) -> BlockProfile:
+    if choices is None:
+        return block
+    refused = () if choices.refused is None else (f"not replayed: {choices.refused}",)
+    return replace(block, selective=choices.options(), warnings=(*block.warnings, *refused))
+
+
+def measure_times(
+    kinds: dict[str, Kind],
+    regions: dict[str, StageForward],
+    choices: dict[str, Choices],
+    subject: Subject,
+    trials: Trials,
+    check_stop: Callable[[], None],
+    also: Callable[[bool], None] = lambda is_counted: None,
+) -> dict[str, Clock]:
+    """All stages in turn, round by round, so that a slow moment of the machine hits all of them.
+
+    ``also`` is called once a round, with whether it counts.
+    """
+    clocks = {name: Clock([], [], []) for name in (*kinds, *regions)}
+    for trial in range(-trials.num_warmup, trials.num_trials):
+        also(trial >= 0)
+        for name, clock in clocks.items():
+            check_stop()
+            forward = regions[name] if name in regions else block_forward(kinds[name], subject.device, None)
+            forward_ms, backward_ms = time_stage(forward, subject.synchronize)
+            again_ms = time_again(kinds[name], subject.device, subject.synchronize) if name in kinds else None
+            if name in choices and trial >= 0:
+                time_choices(choices[name], forward_ms, subject.device, subject.synchronize)
+            if trial >= 0:
+                clock.forward_ms.append(forward_ms)
+                clock.backward_ms.append(backward_ms)
+                if again_ms is not None:
+                    clock.again_ms.append(again_ms)
+    return clocks
+
+
+def block_profile(
+    subject: Subject, order: int, key: str, kind: Kind, clock: Clock, trials: Trials, memory: str
+) -> BlockProfile:
+    module = subject.modules[order]
+    parameters = list(module.parameters())
+    return BlockProfile(
+        block_id=subject.names[order],
+        order=order,
+        kind=key,
+        activation_bytes_estimate=activation_bytes(kind),
+        activation_bytes_method=None if kind.keep is None else "storages alive after the forward, by the allocator",
+        timing_only=memory == "off",
+        output_bytes=kind.output_bytes,
+        output_is_input=kind.output_is_input,
+        output_gradient_bytes=kind.output_gradient_bytes,
+        keep=kind.keep,
+        recompute=kind.recompute,
+        forward_time_ms=Clock.p50(clock.forward_ms),
+        forward_time_ms_mean=Clock.mean(clock.forward_ms),
+        forward_time_ms_std=Clock.std(clock.forward_ms),
+        backward_time_ms=Clock.p50(clock.backward_ms),
+        recompute_time_ms=Clock.p50(clock.again_ms),
+        recompute_time_upper_bound_ms_mean=Clock.mean(clock.forward_ms),
+        recompute_time_ms_std=Clock.std(clock.again_ms),
+        forward_flops=kind.forward_flops,
+        backward_flops=kind.backward_flops,
+        recompute_flops=kind.recompute_flops,
+        eligible_for_checkpoint=kind.exclusion_reason is None,
+        exclusion_reason=kind.exclusion_reason,
+        is_stochastic=kind.observation.draws_random,
+        is_stateful=bool(kind.observation.mutated_buffers),
+        mutated_buffers=kind.observation.mutated_buffers,
+        guard_bytes=kind.guard_bytes,
+        replay_copy_bytes=kind.replay_copy_bytes,
+        random_state_bytes=kind.random_state_bytes,
+        stopped_forward_peak_bytes=kind.stopped_forward_peak_bytes,
+        replayed_backward_peak_bytes=kind.replayed_backward_peak_bytes,
+        module_class=type(module).__name__,
+        device=str(subject.device),
+        dtype=_dtype_of(parameters),
+        input_shape_signature=value_signature((kind.call.args, kind.call.kwargs)),
+        output_shape_signature=value_signature(kind.call.output),
+        param_count=sum(p.numel() for p in parameters),
+        trainable_param_count=sum(p.numel() for p in parameters if p.requires_grad),
+        num_warmup=trials.num_warmup,
+        num_trials=trials.num_trials,
+    )
+
+
+def _dtype_of(parameters: Sequence[nn.Parameter]) -> str:
+    return ",".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
+
+
+def environment_of(device: torch.device, first: BlockCall) -> dict[str, Any]:
+    enabled, dtype, cached = first.autocast
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "threads": torch.get_num_threads(),
+        "autocast": f"{dtype}, cache {'on' if cached else 'off'}" if enabled else "off",
+    }

@@ -1,0 +1,364 @@
+"""Measuring a model whose blocks form no plain chain: side tensors, code between blocks, skips, blocks called twice.
+
+Each distinct kind of block is measured alone as in a plain chain. What the model itself does before, between and after
+its blocks is measured in one step in which stand-ins take the place of the blocks (``skeleton.py``), and so are the
+gradients that wait in the autograd engine while a block runs its backward. A boundary has all that the model's own
+variables hold there, passed on through the stages that do not touch it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ckptplan.assembly import (
+    block_profile,
+    environment_of,
+    find_choices_of_kinds,
+    measure_times,
+    require_gradient,
+    timed_kinds,
+    with_choices,
+)
+from ckptplan.choices import Choices
+from ckptplan.errors import BlockDeclarationError
+from ckptplan.kinds import Kind, examine, kind_key, measure_bytes_and_flops, observe_block, time_key, with_loss
+from ckptplan.memory import MemoryMeter, make_meter
+from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
+from ckptplan.skeleton import Anatomy, Arrival, Holding, Skeleton, find_anatomy
+from ckptplan.stages import count_flops
+from ckptplan.subject import Subject, Trials
+from ckptplan.trace import BlockCall, trace_subject
+from ckptplan.trees import storage_key
+
+
+def measure_any(
+    subject: Subject, trials: Trials, memory: str, check_stop: Callable[[], None], selective: bool
+) -> ChainProfile:
+    """The profile of a model as it is.
+
+    Raises:
+        BlockDeclarationError: a block that does not run, or calls that differ from forward to forward.
+        UnsupportedBoundaryError: a block whose output does not reach the loss.
+        NoDifferentiableOutputError: no block has an output that a gradient flows through.
+    """
+    trace = trace_subject(subject, linked=False)
+    subject = subject.of_calls([call.block for call in trace.calls])
+    _require_one_call_each(subject)
+    skeleton = Skeleton(subject, trace.calls, {storage_key(t) for t in subject.standing_tensors()})
+    arrivals = skeleton.forward(_ignore).backward()
+    kinds, keys = _examine_calls(skeleton, arrivals)
+    require_gradient(kinds, subject.names)
+    skeleton.handed_back = [kinds[key].handed_back for key in keys]
+    skeleton.weights = _weights_used_elsewhere(skeleton)
+    for kind in kinds.values():
+        check_stop()
+        measure_bytes_and_flops(kind, subject.device, memory)
+    time_keys = [time_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)]
+    timed = timed_kinds(kinds, keys, time_keys)
+    choices: dict[str, Choices] = {}
+    if selective:
+        choices = find_choices_of_kinds(kinds, dict(zip(keys, time_keys, strict=True)), timed, subject, memory)
+    of_timed = {name: choices[key] for name, kind in timed.items() for key in choices if kinds[key] is kind}
+    watch = _RegionWatch(skeleton)
+    clocks = measure_times(timed, {}, of_timed, subject, trials, check_stop, also=watch.trial)
+    blocks = [
+        with_choices(
+            block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory), choices.get(key)
+        )
+        for order, key in enumerate(keys)
+    ]
+    accounts = None if memory == "off" else Accounts.of(skeleton, memory)
+    regions = watch.regions(accounts)
+    if accounts is not None:
+        blocks = [accounts.block(order, block) for order, block in enumerate(blocks)]
+    blocks = [
+        replace(block, before=r) if order and not (accounts and accounts.is_plain_link(order)) else block
+        for order, (block, r) in enumerate(zip(blocks, regions, strict=False))
+    ]
+    return ChainProfile(
+        blocks=tuple(blocks),
+        pre=regions[0],
+        post=regions[-1],
+        input_bytes=(),
+        loss_region="measured",
+        loss_bytes=0 if accounts is None else accounts.loss_bytes,
+        meter="off" if memory == "off" else make_meter(subject.device, memory).name,
+        fingerprint=subject.fingerprint,
+        environment=environment_of(subject.device, trace.calls[0]),
+    )
+
+
+def _require_one_call_each(subject: Subject) -> None:
+    for name in subject.names:
+        if "@" in name:
+            raise BlockDeclarationError(f"block {name.split('@')[0]!r} runs again; a block must run once per forward")
+
+
+def _ignore(name: str) -> None:
+    pass
+
+
+def _examine_calls(skeleton: Skeleton, arrivals: Sequence[Arrival]) -> tuple[dict[str, Kind], list[str]]:
+    """Distinct kinds by key, and the key of each call."""
+    subject = skeleton.subject
+    kinds: dict[str, Kind] = {}
+    keys = []
+    for module, call, arrival in zip(subject.modules, skeleton.calls, arrivals, strict=True):
+        observation = observe_block(module, call, subject.device)
+        layout = arrival.layout or None
+        key = kind_key(module, call, layout, observation, arrival.pinned)
+        if key not in kinds:
+            kinds[key] = examine(module, call, observation, subject.device, layout, arrival.pinned)
+        keys.append(key)
+    return kinds, keys
+
+
+def _weights_used_elsewhere(skeleton: Skeleton) -> list[list[torch.Tensor]]:
+    """Per call the block's weights that another call, or the model's own code, uses too."""
+    own = [{id(p): p for p in module.parameters() if p.requires_grad} for module in skeleton.subject.modules]
+    step = skeleton.forward(_ignore)
+    around = {id(leaf) for leaf in _leaves(step.loss)}
+    step.loss = None
+    return [
+        [p for key, p in mine.items() if key in around or any(key in o for j, o in enumerate(own) if j != i)]
+        for i, mine in enumerate(own)
+    ]
+
+
+def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
+    to_visit: list[Any] = [loss.grad_fn]
+    seen = set(to_visit)
+    found: list[torch.Tensor] = []
+    while to_visit:
+        node = to_visit.pop()
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        following = {after for after, _ in getattr(node, "next_functions", ()) if after is not None} - seen
+        seen |= following
+        to_visit += following
+    return found
+
+
+# Bytes ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Accounts:
+    """The bytes of a metered skeleton step, booked to who holds them. Stages are numbered as in ``Holding``."""
+
+    calls: Sequence[BlockCall]
+    anatomy: Anatomy
+    meter: MemoryMeter
+    arrivals: list[Arrival]
+    loss_bytes: int  # with its gradient
+    saved: list[int]  # by region: kept by its graph alone
+
+    @staticmethod
+    def of(skeleton: Skeleton, memory: str) -> Accounts:
+        anatomy = find_anatomy(skeleton)
+        skeleton.forward(_ignore).backward()  # lazily made workspaces are there afterwards
+        meter = make_meter(skeleton.subject.device, memory)
+        with meter:
+            step = skeleton.forward(meter.mark)
+            loss_bytes = 2 * int(step.loss.untyped_storage().nbytes())
+            arrivals = step.backward()
+        accounts = Accounts(skeleton.calls, anatomy, meter, arrivals, loss_bytes, [])
+        for region in range(accounts.num_calls + 1):
+            accounts.saved.append(accounts._saved_by(region))
+        return accounts
+
+    @property
+    def num_calls(self) -> int:
+        return len(self.arrivals)
+
+    def _level(self, mark: str) -> int:
+        return self.meter.level(mark) - self.meter.level("start")
+
+    def _peak(self, start: str, end: str) -> int:
+        return self.meter.peak(start, end) - self.meter.level("start")
+
+    def _passed_on(self, holding: Holding) -> bool:
+        """Whether it is a boundary's: the model's variables hold it when the stage that made it is over."""
+        behind = self.anatomy.behind
+        return holding.made_at < len(behind) and holding in behind[holding.made_at]
+
+    def _boundary_bytes(self, made_before: int, saved_until: int, alive: Sequence[Holding] = ()) -> int:
+        """Of all boundaries: made before a stage, and alive or saved by a region up to one."""
+        return sum(
+            h.size_bytes
+            for h in self.anatomy.holdings
+            if h.made_at < made_before
+            and self._passed_on(h)
+            and (h in alive or any(stage <= saved_until for stage in h.saved_by))
+        )
+
+    def _saved_by(self, region: int) -> int:
+        stage = 2 * region
+        if region == self.num_calls:
+            level = self._level("forward") - self._boundary_bytes(stage, stage)
+        else:
+            level = self._level(f"enter {region}") - self._boundary_bytes(stage + 1, stage, self.anatomy.behind[stage])
+        return max(0, level - sum(self.saved))
+
+    # regions
+
+    def is_plain_link(self, order: int) -> bool:
+        """Whether the call takes exactly what the one before returned, and the model has no other use for that."""
+        if not (self.anatomy.is_empty[order] and self.calls[order].follows):
+            return False
+        later = self.anatomy.behind[2 * order + 1]
+        passed_on = self.anatomy.given[order]
+        return not any(h in later and h not in passed_on for h in self.anatomy.given[order - 1] if h is not None)
+
+    def region_cost(self, region: int) -> StageCost:
+        stage, last = 2 * region, self.num_calls
+        inputs = self.anatomy.behind[stage - 1] if region else []
+        outputs = self.anatomy.behind[stage] if region < last else []
+        before = sum(self.saved[:region])
+        forward = (f"leave {region - 1}" if region else "start", f"enter {region}" if region < last else "forward")
+        start, end = self._backward_of_region(region)
+        is_empty = self.anatomy.is_empty[region]
+        return StageCost(
+            saved_bytes=self.saved[region],
+            forward_peak_bytes=0
+            if is_empty
+            else max(0, self._peak(*forward) - before - self._boundary_bytes(stage, stage - 1, inputs)),
+            backward_peak_bytes=max(0, self._peak(start, end) - before - self._boundary_bytes(stage, stage)),
+            keeps_input=tuple(stage in h.saved_by for h in inputs),
+            keeps_output=tuple(h.made_at == stage and stage in h.saved_by for h in outputs),
+        )
+
+    def _backward_of_region(self, region: int) -> tuple[str, str]:
+        return backward_marks(region, [bool(arrival.layout) for arrival in self.arrivals])
+
+    def boundary(self, region: int) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
+        """Bytes of what the region hands on, and which of its inputs each is."""
+        if region == self.num_calls:
+            return (), ()
+        return self._handed_on(2 * region)
+
+    def _handed_on(self, stage: int) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
+        inputs = self.anatomy.behind[stage - 1] if stage else []
+        outputs = self.anatomy.behind[stage]
+        return (
+            tuple(h.size_bytes for h in outputs),
+            tuple(inputs.index(h) if h in inputs else None for h in outputs),
+        )
+
+    # blocks
+
+    def block(self, order: int, block: BlockProfile) -> BlockProfile:
+        """A block measured alone, in the place where it runs."""
+        output_bytes, output_is_input = self._handed_on(2 * order + 1)
+        waiting = self._waiting_bytes(order)
+        replayed = block.replayed_backward_peak_bytes
+        return replace(
+            block,
+            output_bytes=output_bytes,
+            output_is_input=output_is_input,
+            output_gradient_bytes=(block.output_gradient_bytes or 0) + max(0, waiting - self.loss_bytes),
+            replayed_backward_peak_bytes=None if replayed is None else replayed + waiting,
+            keep=block.keep and self._placed(order, block.keep, waiting),
+            recompute=block.recompute and self._placed(order, block.recompute, waiting),
+            selective=tuple(replace(o, cost=self._placed(order, o.cost, waiting)) for o in block.selective),
+        )
+
+    def _waiting_bytes(self, order: int) -> int:
+        """Gradients that wait in the engine beside the block's backward, the loss, and its gradient."""
+        if not self.arrivals[order].layout:
+            return 0
+        held = sum(self.saved[: order + 1]) + self._boundary_bytes(2 * order + 1, 2 * order)
+        return max(0, self._level(f"freed {order}") - held - self.arrivals[order].pinned_bytes)
+
+    def _placed(self, order: int, cost: StageCost, waiting: int) -> StageCost:
+        stage = 2 * order + 1
+        inputs, outputs = self.anatomy.behind[stage - 1], self.anatomy.behind[stage]
+        held: set[int] = set()
+        lost_bytes = 0  # of outputs that the model drops at once though the block holds them
+        for holdings, flags in (
+            (self.anatomy.taken[order], cost.keeps_input),
+            (self.anatomy.given[order], cost.keeps_output),
+        ):
+            for holding, kept in zip(holdings, flags, strict=True):
+                if holding is not None and kept:
+                    held.add(id(holding))
+                    lost_bytes += 0 if holding in inputs or holding in outputs else holding.size_bytes
+        placed = replace(
+            cost,
+            saved_bytes=cost.saved_bytes + lost_bytes,
+            keeps_input=tuple(id(h) in held for h in inputs),
+            keeps_output=tuple(id(h) in held and h not in inputs for h in outputs),
+        )
+        return with_loss(placed, waiting)
+
+
+def backward_marks(region: int, differentiable: Sequence[bool]) -> tuple[str, str]:
+    """Between which marks of a step the backward of a region lies; blocks that no gradient comes to leave none."""
+    later = [k for k in range(region, len(differentiable)) if differentiable[k]]
+    earlier = [k for k in range(region) if differentiable[k]]
+    return f"handed {later[0]}" if later else "forward", f"arrive {earlier[-1]}" if earlier else "end"
+
+
+# Times and FLOPs -----------------------------------------------------------------------------------------------------
+
+
+class _RegionWatch:
+    """Times and FLOPs of the regions, from marks of skeleton steps."""
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self.skeleton = skeleton
+        self.times_s: list[dict[str, float]] = []
+        self.differentiable: list[bool] = []
+        counter = count_flops()
+        self.flops: dict[str, int] = {}
+
+        def mark(name: str) -> None:
+            self.flops[name] = counter.get_total_flops()
+
+        with counter:
+            arrivals = skeleton.forward(mark).backward()
+        self.differentiable = [bool(arrival.layout) for arrival in arrivals]
+
+    def trial(self, is_counted: bool) -> None:
+        """One step, timed."""
+        times: dict[str, float] = {}
+
+        def mark(name: str) -> None:
+            self.skeleton.subject.synchronize()
+            times[name] = time.perf_counter()
+
+        self.skeleton.forward(mark).backward()
+        if is_counted:
+            self.times_s.append(times)
+
+    def regions(self, accounts: Accounts | None) -> list[RegionProfile | None]:
+        """What runs before each call, and after the last; without bytes there is none."""
+        if accounts is None:
+            return [None] * (len(self.skeleton.calls) + 1)
+        return [self._region(region, accounts) for region in range(len(self.skeleton.calls) + 1)]
+
+    def _region(self, region: int, accounts: Accounts) -> RegionProfile:
+        last, names = len(self.skeleton.calls), self.skeleton.subject.names
+        forward = (f"leave {region - 1}" if region else "start", f"enter {region}" if region < last else "forward")
+        backward = backward_marks(region, self.differentiable)
+        output_bytes, output_is_input = accounts.boundary(region)
+        name = f"between {names[region - 1]} and {names[region]}" if 0 < region < last else ""
+        return RegionProfile(
+            name=name or ("before the blocks" if region == 0 else "head and loss"),
+            cost=accounts.region_cost(region),
+            output_bytes=output_bytes,
+            output_is_input=output_is_input,
+            forward_time_ms=self._p50_ms(*forward),
+            backward_time_ms=self._p50_ms(*backward),
+            forward_flops=self.flops[forward[1]] - self.flops[forward[0]],
+            backward_flops=self.flops[backward[1]] - self.flops[backward[0]],
+        )
+
+    def _p50_ms(self, start: str, end: str) -> float:
+        return statistics.median((times[end] - times[start]) * 1e3 for times in self.times_s)
