@@ -156,7 +156,6 @@ def _ended(result: RunResult, stop: StopFlag, states: RunStates) -> Iterator[Non
         yield
     except InfeasibleTargetError as error:
         result.status, result.error = "infeasible", ErrorRecord(type(error).__name__, str(error))
-        result.budget.bytes = error.budget_bytes
         result.memory.smallest_reachable_bytes = error.smallest_reachable_bytes
         result.budget.bytes = error.budget_bytes
         log.error("no plan fits: %s", error)

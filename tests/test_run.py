@@ -45,6 +45,7 @@ TINY = (
     "runtime.threads=1",
     "logger=none",
     "cost=flops",
+    "report=false",
 )
 
 
@@ -65,6 +66,22 @@ def run(compose, tmp_path: Path):
         return code, load_result(folder), folder
 
     return call
+
+
+def test_a_run_writes_its_page_unless_it_is_a_job_of_a_sweep(run, tmp_path: Path) -> None:
+    code, _, folder = run("plan_only=true", "report=true")
+    assert code == 0
+    assert json.loads((folder / "result.json").read_text())["config_hash"][:8] in (folder / "report.html").read_text()
+    (tmp_path / "multirun.yaml").write_text("")
+    _, _, folder = run("plan_only=true", "report=true")
+    assert not (folder / "report.html").exists()
+
+
+def test_a_page_that_fails_does_not_fail_its_run(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptplan.report.page.make_figures", lambda _: 1 / 0)
+    code, result, folder = run("plan_only=true", "report=true")
+    assert (code, result["status"]) == (0, "ok")
+    assert not (folder / "report.html").exists()
 
 
 def test_a_plan_made_under_another_autocast_is_noted(run) -> None:

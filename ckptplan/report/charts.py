@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ckptplan.report.figures import Figures
-from ckptplan.report.steps import DECISIONS
+from ckptplan.report.steps import DECISIONS, Row
 from ckptplan.report.tradeoff import tradeoff
 from ckptplan.report.vega import RUN_HOVER, Chart, Drawing, Spec, Theme, hover_of
 
@@ -105,6 +107,11 @@ def _memory_over_step(draw: Drawing) -> Chart:
     )
 
 
+def strips_height(rows: Sequence[Row]) -> int:
+    """Pixels: 24 a strip, as in the page. Vega-Lite's height in steps does not go with a fitted width."""
+    return 24 * len({row["strip"] for row in rows})
+
+
 def _strips(draw: Drawing) -> Chart:
     hover, tooltip = hover_of(("strip", "run", "text"), ("block", "block", "text"), ("decision", "decision", "text"))
     colour = {
@@ -142,12 +149,11 @@ def _strips(draw: Drawing) -> Chart:
             "tooltip": tooltip,
         },
     }
-    spec = draw.spec([cells], 0) | {"height": {"step": 24}}
     return Chart(
         "strips",
         "What each plan does with each block",
         "One row a plan, the blocks in the order in which they run.",
-        {"": spec},
+        {"": draw.spec([cells], strips_height(draw.figures.datasets["strips"]))},
         ("strips",),
         (("strip", "run", "text"), ("block", "block", "text"), ("decision", "decision", "text")),
     )

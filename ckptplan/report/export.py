@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptplan.errors import CkptplanError
-from ckptplan.report.charts import charts_of
+from ckptplan.report.charts import charts_of, strips_height
 from ckptplan.report.figures import Figures, make_figures, typical_run
 from ckptplan.report.page import INSTALL, has_library
 from ckptplan.report.records import read_records
@@ -57,6 +57,8 @@ def _whole(chart: Chart, figures: Figures, workload: int) -> dict[str, Any]:
     run = typical_run([row for row in figures.datasets["runs"] if row["workload"] == workload])
     datasets = {name: _rows(figures, name, workload, run) for name in chart.datasets}
     whole = with_data(spec, datasets) | {"background": PRINT_THEME.paper}
+    if chart.name == "strips":
+        whole["height"] = strips_height(datasets["strips"])
     if "params" in whole:
         whole["params"] = [whole["params"][0] | {"value": list(figures.stages[workload])}]
     return whole

@@ -17,8 +17,8 @@ from ckptplan.errors import CkptplanError
 from ckptplan.plan import parse_plan_text
 from ckptplan.planners.budgets import step_cost
 from ckptplan.profiles import ChainProfile, CostKind
-from ckptplan.report.records import Records, RunRecords
-from ckptplan.report.steps import Row, block_rows, some, stage_names, strip_rows, timeline_rows
+from ckptplan.report.records import Records, RunRecords, some
+from ckptplan.report.steps import Row, block_rows, stage_names, strip_rows, timeline_rows
 from ckptplan.simulate import recompute_flops, recompute_time_ms
 
 # What a page may hold at most, so that it opens at once.

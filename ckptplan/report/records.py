@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from ckptplan.profiles import ChainProfile
 from ckptplan.record import RESULT_SCHEMA, load_metrics
 
 _T = TypeVar("_T")
+Unreadable = dict[tuple[str, str], list[str]]  # (file, why) -> names of the runs
 # Overrides that say where a run stands among others; the command that repeats it alone is without them.
 _OF_A_SWEEP = ("sweep=", "sweep.", "logger.group=", "hydra.", "hydra/")
 
@@ -79,18 +80,31 @@ def read_records(folder: str | Path) -> Records:
     if not folder.is_dir():
         raise CkptplanError(f"{folder} is no folder; expected that of a run or of a sweep, such as outputs/latest")
     faults: list[str] = []
+    unreadable: Unreadable = {}
     if (folder / "result.json").exists():
         result = _read_result(folder / "result.json", faults)
-        runs = [] if result is None else [_run(folder, folder.resolve().name, 0, result, faults)]
+        runs = [] if result is None else [_run(folder, folder.resolve().name, 0, result, unreadable)]
         if not runs:
             raise CkptplanError("; ".join(faults))
-        return Records(folder, False, tuple(runs), tuple(faults))
+        return Records(folder, False, tuple(runs), (*faults, *_told(unreadable)))
     found = _jobs(folder, faults)
     if not found:
         told = f" ({'; '.join(faults)})" if faults else ""
         raise CkptplanError(f"{folder} holds no result.json and no jobs with one{told}; expected a run or sweep folder")
-    runs = [_run(folder / name, name, index, result, faults) for name, (index, result) in found.items()]
-    return Records(folder, True, tuple(sorted(runs, key=lambda run: (run.index, run.name))), tuple(faults))
+    runs = [_run(folder / name, name, index, result, unreadable) for name, (index, result) in found.items()]
+    return Records(
+        folder, True, tuple(sorted(runs, key=lambda run: (run.index, run.name))), (*faults, *_told(unreadable))
+    )
+
+
+def _told(unreadable: Unreadable) -> list[str]:
+    """A line for each file and reason, however many runs share them: an old sweep has one reason for all its jobs."""
+    return [f"{file} of {some(names)} could not be read ({why})" for (file, why), names in unreadable.items()]
+
+
+def some(names: Sequence[str], most: int = 4) -> str:
+    """``a, b, c, d and 16 more``."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _jobs(folder: Path, faults: list[str]) -> dict[str, tuple[int, Mapping[str, Any]]]:
@@ -136,7 +150,7 @@ def _read_result(path: Path, faults: list[str]) -> Mapping[str, Any] | None:
     return dict(found)
 
 
-def _run(folder: Path, name: str, index: int, result: Mapping[str, Any], faults: list[str]) -> RunRecords:
+def _run(folder: Path, name: str, index: int, result: Mapping[str, Any], unreadable: Unreadable) -> RunRecords:
     def read(file: str, load: Callable[[Path], _T]) -> _T | None:
         path = folder / file
         if not path.exists():
@@ -144,7 +158,8 @@ def _run(folder: Path, name: str, index: int, result: Mapping[str, Any], faults:
         try:
             return load(path)
         except (OSError, ValueError, CkptplanError, OmegaConfBaseException) as error:
-            faults.append(f"{name}/{file} could not be read ({str(error).splitlines()[0]})")
+            why = str(error).partition("\n")[0].removeprefix(f"{path}: ")
+            unreadable.setdefault((file, why), []).append(name)
             return None
 
     overrides = read(".hydra/overrides.yaml", _plain)

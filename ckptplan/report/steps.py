@@ -11,7 +11,7 @@ from typing import Any
 from ckptplan.errors import CkptplanError
 from ckptplan.plan import Keep, PlanNode, Selective, blocks_of
 from ckptplan.profiles import ChainProfile
-from ckptplan.report.records import RunRecords
+from ckptplan.report.records import RunRecords, some
 from ckptplan.report.tables import plan_rows
 from ckptplan.simulate import AFTER, BEFORE, simulate_plan
 
@@ -22,10 +22,6 @@ MOST_BLOCK_ROWS = 3000
 MOST_TIMELINE_ROWS = 6000
 MOST_STRIP_CELLS = 2400
 REPORT_OF_ONE = "python -m ckptplan.report on a job's own folder shows it"
-
-
-def some(names: Sequence[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def stage_names(profile: ChainProfile) -> tuple[str, ...]:

@@ -140,7 +140,7 @@ def test_without_the_library_the_page_says_how_to_get_it(tmp_path: Path) -> None
 def test_what_could_not_be_read_stands_on_the_page(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     (tmp_path / "run" / "plan.json").write_text("{")
-    assert "run/plan.json could not be read" in page_of(tmp_path / "run").text
+    assert "plan.json of run could not be read" in page_of(tmp_path / "run").text
 
 
 @pytest.mark.parametrize("status", ["infeasible", "failed", "oom", "timeout", "interrupted"])

@@ -67,7 +67,17 @@ def test_a_torn_file_costs_its_own_figures_only(tmp_path: Path, file: str) -> No
     (tmp_path / "run" / file).write_text("{ torn")
     records = read_records(tmp_path / "run")
     assert records.runs[0].figure("status") == "ok"
-    assert [fault.startswith(f"run/{file} could not be read") for fault in records.faults] == [True]
+    assert [fault.startswith(f"{file} of run could not be read") for fault in records.faults] == [True]
+
+
+def test_one_reason_for_many_jobs_is_one_line(tmp_path: Path) -> None:
+    results = write_sweep(tmp_path)
+    profiles = sorted(tmp_path.glob("*/profile.json"))
+    for path in profiles:
+        path.write_text('{"schema": "ckptplan.profile/0"}')
+    (fault,) = read_records(tmp_path).faults
+    assert fault.startswith(f"profile.json of {', '.join(r['job'] for r in results[:4])} and 4 more could not be read")
+    assert str(tmp_path) not in fault
 
 
 def test_a_result_with_other_keys_is_read_and_one_of_another_schema_is_named(tmp_path: Path) -> None:

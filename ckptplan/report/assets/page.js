@@ -156,17 +156,32 @@ function plainTable(columns, rows, caption) {
 
 // --- charts ----------------------------------------------------------------------------------------------------------
 
+const stripsHeight = () => 24 * new Set(rowsOf("strips").map((row) => row.strip)).size;
+
+// Vega warns of what is meant so: charts with no point left in them.
+const ERRORS_ONLY = { level: () => ERRORS_ONLY, error: (...words) => (console.error(...words), ERRORS_ONLY) };
+for (const name of ["warn", "info", "debug"]) ERRORS_ONLY[name] = () => ERRORS_ONLY;
+
 const views = new Map();
 let drawing = Promise.resolve();
 
-async function draw(chart) {
+/** A chart that cannot be drawn leaves its table, and the others are drawn. */
+function draw(chart) {
+  drawing = drawing.then(() => drawNow(chart)).catch((error) => {
+    console.error(`${chart.name}:`, error);
+    byId(`figure-${chart.name}`).querySelector("details").open = true;
+  });
+}
+
+async function drawNow(chart) {
   const figure = byId(`figure-${chart.name}`);
   const choice = figure.querySelector("select.variant");
   const spec = structuredClone(chart.variants[choice ? choice.value : Object.keys(chart.variants)[0]]);
   spec.datasets = Object.fromEntries(chart.datasets.map((name) => [name, rowsOf(name)]));
   spec.description = `${chart.title}. ${chart.caption} The table below holds the same figures.`;
+  if (chart.name === "strips") spec.height = stripsHeight();
   if (chart.name === "memory") spec.params[0].value = page.stages[state.workload];
-  const options = { actions: false, renderer: "svg", logLevel: 1, tooltip: { disableDefaultStyle: true } };
+  const options = { actions: false, renderer: "svg", logLevel: 1, logger: ERRORS_ONLY, tooltip: { disableDefaultStyle: true } };
   views.get(chart.name)?.finalize();
   const embedded = await window.vegaEmbed(figure.querySelector(".chart"), spec, options);
   embedded.view.addEventListener("click", (_, item) => {
@@ -183,6 +198,7 @@ function refresh(changed) {
       const names = chart.datasets.filter((name) => changed.includes(name));
       const view = views.get(chart.name)?.view;
       if (!view || !names.length) continue;
+      if (chart.name === "strips") view.height(stripsHeight());
       if (chart.name === "memory") view.signal("stages", page.stages[state.workload]);
       for (const name of names) view.data(name, rowsOf(name));
       await view.runAsync();
@@ -355,8 +371,8 @@ showRun();
 for (const chart of page.charts) {
   const figure = byId(`figure-${chart.name}`);
   figure.querySelector("details").addEventListener("toggle", () => fillTable(chart));
-  figure.querySelector("select.variant")?.addEventListener("change", () => (drawing = drawing.then(() => draw(chart))));
-  if (window.vegaEmbed) drawing = drawing.then(() => draw(chart));
+  figure.querySelector("select.variant")?.addEventListener("change", () => draw(chart));
+  if (window.vegaEmbed) draw(chart);
   else figure.querySelector("details").open = true;
 }
 byId("no-charts").hidden = Boolean(window.vegaEmbed);
