@@ -20,6 +20,7 @@ from ckptplan.blocks import CheckpointableBlock, call_block, declare_blocks, is_
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.graph import Output
 from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, Selective, blocks_of
+from ckptplan.profiles import modules_of
 from ckptplan.recompute import Guards, buffer_slots, run_block, run_segment
 from ckptplan.replay import run_replayed
 from ckptplan.validate import require_plan, validate_plan
@@ -42,6 +43,10 @@ def apply_plan(
         PlanIncompatibleError: the plan is not one for these blocks (every fault at once).
     """
     validate_plan(plan, blocks, example_inputs, example_kwargs)
+    if len(plan.decisions) > len(blocks):
+        raise PlanIncompatibleError(
+            "the plan is for a model that calls blocks more than once; only checkpointed(model, plan) runs it"
+        )
     return CheckpointedSequential(blocks, plan)
 
 
@@ -122,7 +127,9 @@ class checkpointed:
         patch.remove()
 
     The blocks are the submodules that the plan names. ``state_dict`` keys, parameters and hooks stay
-    as they are; only the ``forward`` of each recomputed block is exchanged. A segment of several blocks runs when
+    as they are; only the ``forward`` of each recomputed block is exchanged, and the model's own where it calls a block
+    more than once: then each call of a forward runs as planned for it, in their order, and calls beyond those planned
+    are kept. A segment of several blocks runs when
     the model calls its first block; the other blocks of it then hand their input through, so the model must
     call each block on exactly what the previous one returned (profiling checks that).
 
@@ -135,24 +142,43 @@ class checkpointed:
         faults = plainness_faults(model)
         if faults:
             raise PlanIncompatibleError(faults)
+        self.model = model
         self.blocks = _named_blocks(model, plan)
         self._require_own_forwards()
         validate_plan(plan, self.blocks)
         self.plan = plan
-        self._how = _how_to_run(plan, [block.module for block in self.blocks])
+        by_id = {block.block_id: block.module for block in self.blocks}
+        self._modules = [by_id[name] for name in modules_of(plan.block_ids)]  # one per call
+        self._how = _how_to_run(plan, self._modules)
 
     def __enter__(self) -> checkpointed:
         self._require_own_forwards()
+        forwards = self._forwards()
+        turns: list[_InTurn] = []
+        for block in self.blocks:
+            own = [forwards.get(i) for i, module in enumerate(self._modules) if module is block.module]
+            planned: Any = own[0]
+            if len(own) > 1 and any(forward is not None for forward in own):
+                planned = _InTurn(block.module, own)
+                turns.append(planned)
+            if planned is not None:
+                block.module.forward = planned
+        if turns:
+            self.model.forward = _NewForward(self.model, turns)
+        return self
+
+    def _forwards(self) -> dict[int, _PlannedForward]:
+        """What stands for each call that is not kept."""
+        found: dict[int, _PlannedForward] = {}
         for node in self.plan.nodes:
             if isinstance(node, Keep):
                 continue
             members = blocks_of([node])
-            segment = _Segment([self.blocks[member].block_id for member in members])
-            self.blocks[members[0]].module.forward = _FirstForward(self, node, segment)
+            segment = _Segment([self.plan.block_ids[member] for member in members])
+            found[members[0]] = _FirstForward(self, node, segment)
             for member in members[1:]:
-                block = self.blocks[member]
-                block.module.forward = _LaterForward(block.module, segment, block.block_id)
-        return self
+                found[member] = _LaterForward(self._modules[member], segment, self.plan.block_ids[member])
+        return found
 
     permanent = __enter__
 
@@ -161,9 +187,9 @@ class checkpointed:
 
     def remove(self) -> None:
         """Give every block its own ``forward`` back."""
-        for block in self.blocks:
-            if isinstance(vars(block.module).get("forward"), _PlannedForward):
-                del block.module.forward
+        for module in (*(block.module for block in self.blocks), self.model):
+            if isinstance(vars(module).get("forward"), _PlannedForward):
+                del module.forward
 
     def _require_own_forwards(self) -> None:
         for block in self.blocks:
@@ -183,7 +209,7 @@ class checkpointed:
         return run_node(node, arguments, self._call, self._how)
 
     def _call(self, index: int, value: Any) -> Any:
-        module = self.blocks[index].module
+        module = self._modules[index]
         original = type(module).forward  # what the class says; the instance has ours
         if isinstance(value, _Arguments):
             return original(module, *value.args, **value.kwargs)
@@ -211,7 +237,7 @@ class _FirstForward(_PlannedForward):
     """Runs a whole node of the plan."""
 
     def __init__(self, patch: checkpointed, node: PlanNode, segment: _Segment) -> None:
-        self.module = patch.blocks[blocks_of([node])[0]].module
+        self.module = patch._modules[blocks_of([node])[0]]
         self.patch, self.node, self.segment = patch, node, segment
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -228,6 +254,32 @@ class _LaterForward(_PlannedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.segment.hand_through(self.name, args, kwargs)
+
+
+class _InTurn(_PlannedForward):
+    """A block that the model calls more than once in a forward: its calls run as planned for each, in turn."""
+
+    def __init__(self, module: nn.Module, forwards: Sequence[_PlannedForward | None]) -> None:
+        self.module, self.forwards, self.calls = module, tuple(forwards), 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        planned = self.forwards[self.calls] if self.calls < len(self.forwards) else None
+        self.calls += 1
+        if planned is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return planned(*args, **kwargs)  # type: ignore[operator]
+
+
+class _NewForward(_PlannedForward):
+    """Stands on the model: every forward begins with the first call of each block."""
+
+    def __init__(self, module: nn.Module, turns: Sequence[_InTurn]) -> None:
+        self.module, self.turns = module, tuple(turns)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for turn in self.turns:
+            turn.calls = 0
+        return type(self.module).forward(self.module, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -276,9 +328,10 @@ class _Segment:
 
 def _named_blocks(model: nn.Module, plan: CheckpointPlan) -> tuple[CheckpointableBlock, ...]:
     modules = dict(model.named_modules())
-    missing = [d.block_id for d in plan.decisions if d.block_id not in modules]
+    names = list(dict.fromkeys(modules_of(plan.block_ids)))
+    missing = [name for name in names if name not in modules]
     if missing:
         raise PlanIncompatibleError(
             [f"the plan's block {name!r} is no submodule of {type(model).__name__}" for name in missing]
         )
-    return declare_blocks(model, [(d.block_id, modules[d.block_id]) for d in plan.decisions])
+    return declare_blocks(model, [(name, modules[name]) for name in names])

@@ -139,11 +139,11 @@ def _path_matches(path: str, pattern: str) -> bool:
     return len(names) == len(wanted) and all(fnmatch.fnmatchcase(n, w) for n, w in zip(names, wanted, strict=True))
 
 
-def block_lists(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every ModuleList and Sequential of two or more members that lies in no other one, by path."""
+def block_lists(model: nn.Module, least: int = 2) -> list[tuple[str, nn.Module]]:
+    """Every ModuleList and Sequential of so many members or more that lies in no other one, by path."""
     found: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
-        is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= 2
+        is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= least
         if is_list and not any(path.startswith(f"{outer}.") or not outer for outer, _ in found):
             found.append((path, module))
     return found
@@ -158,7 +158,7 @@ def no_list_message(model: nn.Module) -> str:
     """What to tell about a model in which no list of blocks is found."""
     example = next((path for path, _ in model.named_children()), "layers")
     return (
-        f"{type(model).__name__} holds no list of blocks (ModuleList or Sequential with two or more members); "
+        f"{type(model).__name__} holds no list of blocks (ModuleList or Sequential); "
         f"name the blocks: 'blocks.paths=[{example}.*]'"
     )
 

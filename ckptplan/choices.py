@@ -19,7 +19,7 @@ from ckptplan.options import KeepSet, propose_keep_sets
 from ckptplan.profiles import SelectiveOption, StageCost
 from ckptplan.randomness import random_state_restored
 from ckptplan.replay import Recorder, run_recorded, run_replayed
-from ckptplan.stages import backward_peak_with_inputs_held, stage_flops, time_stage
+from ckptplan.stages import StageForward, backward_peak_with_inputs_held, stage_flops, time_stage
 from ckptplan.trace import autocast_as
 
 Synchronize = Callable[[], None]  # waits for the device
@@ -160,14 +160,19 @@ def same_choices(kind: Kind, other: Choices, how: Measuring) -> Choices:
 
 
 def _measured(kind: Kind, saved_ops: tuple[str, ...], how: Measuring) -> Choice:
-    kept = [Output.of(name) for name in saved_ops]
-    forward = block_forward(kind, how.device, None, functools.partial(run_replayed, kind.module, kept))
+    forward = option_forward(kind, saved_ops, how.device)
     cost = settled_bytes(forward, how.device, how.memory)
     shared_bytes = backward_peak_with_inputs_held(forward, make_meter(how.device, how.memory))
     if any(cost.keeps_input) and shared_bytes != cost.backward_peak_bytes:
         cost = replace(cost, backward_peak_sharing_input_bytes=shared_bytes)
     assert kind.backward_flops is not None, "a kind's own FLOPs are measured before its options"
     return Choice(kind, saved_ops, with_loss(cost, how.held_bytes), stage_flops(forward)[1] - kind.backward_flops)
+
+
+def option_forward(kind: Kind, saved_ops: Sequence[str], device: torch.device) -> StageForward:
+    """The kind's block with these outputs kept inside it, as a stage."""
+    kept = [Output.of(name) for name in saved_ops]
+    return block_forward(kind, device, None, functools.partial(run_replayed, kind.module, kept))
 
 
 def _saves_bytes(choice: Choice, kind: Kind) -> bool:

@@ -1,4 +1,4 @@
-"""Finding the chain of blocks of a model that declares none: one real forward shows which lists run as a chain."""
+"""Finding the blocks of a model that declares none: one real forward shows which lists run, and which as a chain."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from ckptplan.trace import exchanged_forwards
 from ckptplan.trees import tensors_in
 from ckptplan.twin import WriteGuard, make_twin
 
+_SMALLEST_SHARE = 0.1  # of the main list's parameters, of a list beside it
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -30,26 +32,29 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Found:
-    """A list whose members form a chain, at the place in the forward where it runs."""
+    """A list whose members all run, at the place in the forward where the first of them does."""
 
     path: str
     start: int
     members: tuple[str, ...]
     parameters: int
+    is_chain: bool
 
 
 def find_blocks(
     model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Any], device: torch.device
 ) -> BlockSelection:
-    """The members of every ModuleList or Sequential that run once, in order, each on what the one before returned.
+    """The members of the ModuleLists and Sequentials that make up the model.
 
-    Lists that follow each other without anything between are joined; of lists that do not, the one with
-    the most parameters is taken. ``source`` of the result says what was taken and why others were left.
+    That is the list with the most parameters, of those that run as a chain if there are such (each member once, in
+    order, on what the one before returned); lists that follow it directly; and lists with members of the same classes
+    as its own, or as composed and alike and not much smaller (decoder beside encoder, the way up of a U-Net).
+    ``source`` of the result says what was taken and why others were left.
 
     Raises:
-        BlockDeclarationError: the model has no list, or none that runs as a chain (with the reason for each).
+        BlockDeclarationError: the model has no list, or none whose members all run (with the reason for each).
     """
-    lists = block_lists(model)
+    lists = block_lists(model) or block_lists(model, least=1)
     if not lists:
         raise BlockDeclarationError(no_list_message(model))
     calls = _record(
@@ -62,21 +67,23 @@ def find_blocks(
     found, refused = [], []
     for path, holder in lists:
         members = member_paths(path, holder)
-        reason = _why_no_chain(members, calls)
-        if reason:
-            refused.append(f"{path or 'the model itself'} ({reason})")
+        missing = [member for member in members if not any(call.path == member for call in calls)]
+        if missing:
+            what = "does not run" if len(missing) == len(members) else f"{missing[0]} does not run"
+            refused.append(f"{path or 'the model itself'} ({what})")
             continue
-        start = [call.path for call in calls].index(members[0])
-        found.append(_Found(path, start, members, sum(p.numel() for p in holder.parameters())))
+        start = next(number for number, call in enumerate(calls) if call.path in members)
+        size = sum(p.numel() for p in holder.parameters())
+        found.append(_Found(path, start, members, size, _is_chain(members, calls)))
     if not found:
         raise BlockDeclarationError(
-            f"no list of {type(model).__name__} runs as a chain of blocks: {'; '.join(refused)}. "
+            f"no list of {type(model).__name__} runs as blocks: {'; '.join(refused)}. "
             "Name the blocks: 'blocks.paths=[path.*]'"
         )
-    taken = _best_run(found, calls)
+    taken = _taken(model, found, calls)
     names = [member for item in taken for member in item.members]
     blocks = declare_blocks(model, [(name, model.get_submodule(name)) for name in names])
-    others = [f"{f.path} (does not follow directly)" for f in found if f not in taken] + refused
+    others = [f"{f.path} (smaller, of another kind)" for f in found if f not in taken] + refused
     source = f"the lists {', '.join(item.path or 'of the model itself' for item in taken)}"
     return BlockSelection(blocks, source + (f", not {', '.join(others)}" if others else ""), left_out(model, blocks))
 
@@ -106,17 +113,28 @@ def _record(
     return calls
 
 
-def _why_no_chain(members: tuple[str, ...], calls: list[_Call]) -> str | None:
+def _is_chain(members: tuple[str, ...], calls: list[_Call]) -> bool:
     ran = [call for call in calls if call.path in members]
-    if not ran:
-        return "does not run"
-    if [call.path for call in ran] != list(members):
-        twice = len({call.path for call in ran}) < len(ran)
-        return "a member runs more than once" if twice else "its members do not run each once, in order"
-    for before, after in pairwise(ran):
-        if not _follows(before, after):
-            return f"the model computes something between {before.path} and {after.path}"
-    return None
+    return [call.path for call in ran] == list(members) and all(_follows(*pair) for pair in pairwise(ran))
+
+
+def _taken(model: nn.Module, found: list[_Found], calls: list[_Call]) -> list[_Found]:
+    """The main lists, and those like them, in the order in which they run."""
+    main = _best_run([item for item in found if item.is_chain] or [_largest(found)], calls)
+    least = sum(item.parameters for item in main) * _SMALLEST_SHARE
+    kinds = {type(model.get_submodule(member)) for item in main for member in item.members}
+
+    def is_like_them(item: _Found) -> bool:
+        members = [model.get_submodule(member) for member in item.members]
+        own = {type(member) for member in members}
+        is_composed = len(own) == 1 and any(True for _ in members[0].children())
+        return bool(own & kinds) or (is_composed and item.parameters >= least)
+
+    return sorted((item for item in found if item in main or is_like_them(item)), key=lambda item: item.start)
+
+
+def _largest(found: list[_Found]) -> _Found:
+    return max(found, key=lambda item: item.parameters)
 
 
 def _follows(before: _Call, after: _Call) -> bool:

@@ -26,13 +26,13 @@ from ckptplan.assembly import (
     with_choices,
 )
 from ckptplan.choices import Choices
-from ckptplan.errors import BlockDeclarationError
 from ckptplan.kinds import Kind, examine, kind_key, measure_bytes_and_flops, observe_block, time_key, with_loss
 from ckptplan.memory import MemoryMeter, make_meter
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
 from ckptplan.skeleton import Anatomy, Arrival, Holding, Skeleton, find_anatomy
 from ckptplan.stages import count_flops
 from ckptplan.subject import Subject, Trials
+from ckptplan.tied import SharedWeights
 from ckptplan.trace import BlockCall, trace_subject
 from ckptplan.trees import storage_key
 
@@ -49,7 +49,6 @@ def measure_any(
     """
     trace = trace_subject(subject, linked=False)
     subject = subject.of_calls([call.block for call in trace.calls])
-    _require_one_call_each(subject)
     skeleton = Skeleton(subject, trace.calls, {storage_key(t) for t in subject.standing_tensors()})
     arrivals = skeleton.forward(_ignore).backward()
     kinds, keys = _examine_calls(skeleton, arrivals)
@@ -67,16 +66,16 @@ def measure_any(
     of_timed = {name: choices[key] for name, kind in timed.items() for key in choices if kinds[key] is kind}
     watch = _RegionWatch(skeleton)
     clocks = measure_times(timed, {}, of_timed, subject, trials, check_stop, also=watch.trial)
-    blocks = [
-        with_choices(
-            block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory), choices.get(key)
-        )
-        for order, key in enumerate(keys)
-    ]
+    shared = SharedWeights.of_calls(subject, trace, [kinds[key] for key in keys], memory)
+    blocks = []
+    for order, key in enumerate(keys):
+        block = block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory)
+        block, own_choices = with_choices(block, choices.get(key)), choices.get(key)
+        blocks.append(shared.block_beside(block, kinds[key], own_choices, with_waiting=False))
     accounts = None if memory == "off" else Accounts.of(skeleton, memory)
     regions = watch.regions(accounts)
     if accounts is not None:
-        blocks = [accounts.block(order, block) for order, block in enumerate(blocks)]
+        blocks = [accounts.block(order, block, shared.ended_bytes(order + 1)) for order, block in enumerate(blocks)]
     blocks = [
         replace(block, before=r) if order and not (accounts and accounts.is_plain_link(order)) else block
         for order, (block, r) in enumerate(zip(blocks, regions, strict=False))
@@ -94,10 +93,9 @@ def measure_any(
     )
 
 
-def _require_one_call_each(subject: Subject) -> None:
-    for name in subject.names:
-        if "@" in name:
-            raise BlockDeclarationError(f"block {name.split('@')[0]!r} runs again; a block must run once per forward")
+def between(earlier: str, later: str) -> str:
+    """The name of what runs between two blocks."""
+    return f"between {earlier} and {later}"
 
 
 def _ignore(name: str) -> None:
@@ -253,16 +251,17 @@ class Accounts:
 
     # blocks
 
-    def block(self, order: int, block: BlockProfile) -> BlockProfile:
-        """A block measured alone, in the place where it runs."""
+    def block(self, order: int, block: BlockProfile, counted_bytes: int) -> BlockProfile:
+        """A block measured alone, in the place where it runs; so much of what waits is in its figures already."""
         output_bytes, output_is_input = self._handed_on(2 * order + 1)
-        waiting = self._waiting_bytes(order)
+        waiting = max(0, self._waiting_bytes(order) - counted_bytes)
         replayed = block.replayed_backward_peak_bytes
         return replace(
             block,
             output_bytes=output_bytes,
             output_is_input=output_is_input,
-            output_gradient_bytes=(block.output_gradient_bytes or 0) + max(0, waiting - self.loss_bytes),
+            output_gradient_bytes=(block.output_gradient_bytes or 0)
+            + max(0, waiting + counted_bytes - self.loss_bytes),
             replayed_backward_peak_bytes=None if replayed is None else replayed + waiting,
             keep=block.keep and self._placed(order, block.keep, waiting),
             recompute=block.recompute and self._placed(order, block.recompute, waiting),
@@ -348,7 +347,7 @@ class _RegionWatch:
         forward = (f"leave {region - 1}" if region else "start", f"enter {region}" if region < last else "forward")
         backward = backward_marks(region, self.differentiable)
         output_bytes, output_is_input = accounts.boundary(region)
-        name = f"between {names[region - 1]} and {names[region]}" if 0 < region < last else ""
+        name = between(names[region - 1], names[region]) if 0 < region < last else ""
         return RegionProfile(
             name=name or ("before the blocks" if region == 0 else "head and loss"),
             cost=accounts.region_cost(region),

@@ -29,7 +29,7 @@ from ckptplan.blocks import CheckpointableBlock, model_fingerprint, require_bloc
 from ckptplan.choices import Choices
 from ckptplan.discovery import find_blocks
 from ckptplan.errors import BlockDeclarationError, UnsupportedBoundaryError
-from ckptplan.flow import measure_any
+from ckptplan.flow import between, measure_any
 from ckptplan.kinds import (
     Kind,
     examine,
@@ -40,7 +40,7 @@ from ckptplan.kinds import (
     with_loss,
 )
 from ckptplan.memory import make_meter
-from ckptplan.profiles import ChainProfile, RegionProfile, StageCost, modules_of
+from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost, modules_of
 from ckptplan.randomness import random_state_restored
 from ckptplan.regions import loss_bytes, post_forward, pre_forward
 from ckptplan.stages import GradientLayout, StageForward, gradients_handed_back, stage_flops
@@ -250,17 +250,15 @@ def _measure(
     of_timed = {name: choices[key] for name, kind in timed.items() for key in choices if kinds[key] is kind}
     clocks = measure_times(timed, regions, of_timed, subject, trials, check_stop)
     first = trace.calls[0]
+    blocks: list[BlockProfile] = []
+    for order, key in enumerate(keys):
+        block = block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory)
+        block = shared.block_beside(with_choices(block, choices.get(key)), kinds[key], choices.get(key))
+        if order and not (trace.calls[order].follows or isinstance(subject.twin, PlainChain)):
+            block = replace(block, before=_nothing_between(blocks[-1], block))
+        blocks.append(block)
     return ChainProfile(
-        blocks=tuple(
-            shared.block_beside(
-                with_choices(
-                    block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory),
-                    choices.get(key),
-                ),
-                kinds[key],
-            )
-            for order, key in enumerate(keys)
-        ),
+        blocks=tuple(blocks),
         pre=_region_profile("before the blocks", "pre", regions, costs, clocks, first.boundary),
         post=_region_profile("head and loss", "post", regions, costs, clocks, ()),
         input_bytes=() if trace.has_pre else (0,) * len(first.boundary),
@@ -314,6 +312,21 @@ def _examine_backwards(
         keys.insert(0, key)
         layout = kinds[key].handed_back or None
     return kinds, keys, layout
+
+
+def _nothing_between(earlier: BlockProfile, later: BlockProfile) -> RegionProfile:
+    """Between blocks of which the later one takes more than the earlier one returned: no segment runs over it."""
+    count = len(earlier.output_bytes)
+    return RegionProfile(
+        name=between(earlier.block_id, later.block_id),
+        cost=StageCost(0, 0, 0, (False,) * count, (False,) * count),
+        output_bytes=earlier.output_bytes,
+        output_is_input=tuple(range(count)),
+        forward_time_ms=0.0,
+        backward_time_ms=0.0,
+        forward_flops=0,
+        backward_flops=0,
+    )
 
 
 def _region_profile(

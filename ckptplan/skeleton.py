@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode  # pinned by tests/test_memory.py
 
-from ckptplan.errors import BlockDeclarationError, UnsupportedBoundaryError
+from ckptplan.errors import BlockDeclarationError, CkptplanError, UnsupportedBoundaryError
 from ckptplan.stages import Bases, GradientLayout, Mark, allocate_gradients, copy_of, layout_of
 from ckptplan.subject import Subject
 from ckptplan.trace import BlockCall, boundary_of, exchanged_forwards, forget_graphs
@@ -71,8 +71,17 @@ class Skeleton:
         distinct = {id(module): module for module in self.subject.modules}
         stands = [step.stand_for(module) for module in distinct.values()]
         mark("start")
-        with exchanged_forwards(list(distinct.values()), stands):
-            step.loss = self.subject.run_step()
+        try:
+            with exchanged_forwards(list(distinct.values()), stands):
+                step.loss = self.subject.run_step()
+        except (CkptplanError, torch.cuda.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:  # whatever the model's code raises where it misses what a block leaves
+            raise UnsupportedBoundaryError(
+                f"the model fails where its blocks are stood in for ({type(error).__name__}: {error}): it reads what a "
+                "block leaves beside its output, in an attribute or a hook (router logits, hidden states, an auxiliary "
+                "loss). Switch that off, or return it from the block"
+            ) from error
         if step.number != len(self.calls):
             name = self.subject.names[step.number]
             raise BlockDeclarationError(_another_order(f"does not call block {name!r}"))

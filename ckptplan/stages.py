@@ -52,6 +52,7 @@ class StageRun:
         output: what goes out; for the last stage the loss.
         arriving: how the gradients of the output's tensors come in; None: each on a storage of its own.
         pinned: positions of those that somebody else holds to the end.
+        waiting: weights for which a part of the gradient has come from later stages already.
         handed_back: filled by the backward, for the tensors of the boundary that came in.
         beside: what the model may hold meanwhile without it being the stage's; kept to the end, so that it cancels out.
     """
@@ -61,6 +62,7 @@ class StageRun:
     is_loss: bool = False
     arriving: GradientLayout | None = None
     pinned: tuple[int, ...] = ()
+    waiting: list[torch.Tensor] = field(default_factory=list)
     handed_back: GradientLayout = field(default_factory=dict)
     beside: Any = None
 
@@ -239,6 +241,7 @@ def _root(run: StageRun) -> torch.Tensor | None:
     outputs = list({id(t): t for t in tensors_in(run.output)}.values())
     arriving = run.arriving or dict.fromkeys(range(len(outputs)))
     chosen = [(arriving[i], i in run.pinned, t) for i, t in enumerate(outputs) if t.requires_grad and i in arriving]
+    chosen += [(None, False, weight) for weight in run.waiting]
     if not chosen:
         return None
     layout, pinned, tensors = zip(*chosen, strict=True)

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from ckptplan.choices import Choices, option_forward
 from ckptplan.kinds import Kind, block_forward, settled_bytes, with_loss
 from ckptplan.memory import make_meter
 from ckptplan.profiles import BlockProfile, StageCost
-from ckptplan.stages import StageForward, gradients_handed_back, stage_bytes, time_stage
+from ckptplan.stages import Mark, StageForward, StageRun, gradients_handed_back, stage_bytes, time_stage
 from ckptplan.subject import Subject
 from ckptplan.trace import BlockCall, ChainTrace
 from ckptplan.trees import tensors_in
@@ -74,56 +75,91 @@ class SharedWeights:
         """Bytes of gradients that wait in the engine while ``stage`` runs its backward."""
         return sum(w.gradient_bytes for w in self.weights if w.stages[0] <= stage < w.stages[-1])
 
-    def block_forward(self, order: int, kind: Kind, again: bool = False) -> StageForward:
-        """The block itself, not the example of its kind, kept or recomputed."""
+    def block_forward(self, order: int, kind: Kind) -> StageForward:
+        """The block itself, kept; not the example of its kind."""
         own = replace(kind, module=self.subject.modules[order], call=self.trace.calls[order])
-        return block_forward(own, self.subject.device, own.guards if again else None)
+        return block_forward(own, self.subject.device, None)
 
-    def stage_bytes(self, forward: StageForward, stage: int) -> StageCost:
-        """Of one run in which the gradients that the stage begins stay, and room is taken where one is copied."""
+    def stage_bytes(self, forward: StageForward, stage: int, *, waits: bool = False) -> StageCost:
+        """Of one run in which the gradients that the stage begins stay, and room is taken where one is copied.
+
+        ``waits``: what has come for the gradients that it ends stands beside it until then.
+        """
         time_stage(forward, lambda: None)  # lazily made workspaces are there afterwards
         held: list[torch.Tensor] = []
         keep: Callable[[torch.Tensor], None] = held.append
         handles = [w.tensor.register_hook(keep) for w in self.weights if w.stages[-1] == stage]
         handles += [w.tensor.register_hook(_take_room) for w in self._copied_at(stage)]
+        waiting = [w.tensor for w in self.weights if waits and w.stages[0] == stage]
+
+        def beside_waiting(mark: Mark) -> StageRun:
+            return replace(forward(mark), waiting=waiting)
+
         try:
-            return stage_bytes(forward, make_meter(self.subject.device, self.memory))
+            return stage_bytes(beside_waiting, make_meter(self.subject.device, self.memory))
         finally:
             for handle in handles:
                 handle.remove()
 
-    def block_beside(self, block: BlockProfile, kind: Kind) -> BlockProfile:
+    @staticmethod
+    def of_calls(subject: Subject, trace: ChainTrace, kinds: Sequence[Kind], memory: str) -> SharedWeights:
+        """Those of blocks that are called more than once, or share weights with others."""
+        none = SharedWeights(subject, trace, memory, ())
+        used = [_used_by_block(module, call) for module, call in zip(subject.modules, trace.calls, strict=True)]
+        weights = []
+        for key, tensor in {id(t): t for found in used for t in found}.items():
+            at = [order for order, found in enumerate(used) if any(id(t) == key for t in found)]
+            if len(at) > 1:
+                is_view = _comes_as_view(none.block_forward(at[-1], kinds[at[-1]]), tensor)
+                weights.append(SharedWeight(tensor, tuple(order + 1 for order in at), is_view))
+        return replace(none, weights=tuple(weights))
+
+    def block_beside(
+        self, block: BlockProfile, kind: Kind, choices: Choices | None = None, *, with_waiting: bool = True
+    ) -> BlockProfile:
         """The block's figures beside the gradients that wait; those that it begins or copies are measured with it.
 
-        What waits does so during a replay as well, like the gradient that comes in, and is counted with it.
+        What waits does so during a replay as well, like the gradient that comes in, and is counted with it. Without
+        ``with_waiting`` it is left out: somebody else counts it.
         """
         stage = block.order + 1
-        waiting_bytes = self.waiting_bytes(stage)
+        waiting_bytes = self.waiting_bytes(stage) if with_waiting else 0
         own = [w for w in self.weights if w.stages[-1] == stage or w in self._copied_at(stage)]
+        own += [] if with_waiting else [w for w in self.weights if w.stages[0] == stage]
         if block.keep is None or not (waiting_bytes or own):
             return block
-        most = waiting_bytes + sum(w.gradient_bytes for w in own)  # options inside the block are not measured again
+        own_kind = replace(kind, module=self.subject.modules[block.order], call=self.trace.calls[block.order])
+        device = self.subject.device
 
-        def beside(cost: StageCost | None, again: bool) -> StageCost | None:
-            return (
-                None if cost is None else with_loss(cost, waiting_bytes + self._growth(block, kind, again, bool(own)))
-            )
+        def growth(forward: StageForward) -> int:
+            return self._growth(forward, stage, waits=not with_waiting) if own else 0
 
+        grown = growth(block_forward(own_kind, device, None))
+        grown_again = growth(block_forward(own_kind, device, own_kind.guards)) if block.recompute else 0
+        of_options = [
+            growth(option_forward(own_kind, choice.saved_ops, device)) for choice in (choices.found if choices else ())
+        ]
+        replayed = block.replayed_backward_peak_bytes
         return replace(
             block,
-            keep=beside(block.keep, again=False),
-            recompute=beside(block.recompute, again=True),
-            selective=tuple(replace(o, cost=with_loss(o.cost, most)) for o in block.selective),
+            keep=with_loss(block.keep, waiting_bytes + grown),
+            recompute=block.recompute and with_loss(block.recompute, waiting_bytes + grown_again),
+            replayed_backward_peak_bytes=None if replayed is None else replayed + waiting_bytes + grown,
+            selective=tuple(
+                replace(option, cost=with_loss(option.cost, waiting_bytes + more))
+                for option, more in zip(block.selective, of_options, strict=True)
+            ),
             output_gradient_bytes=(block.output_gradient_bytes or 0) + waiting_bytes,
         )
 
-    def _growth(self, block: BlockProfile, kind: Kind, again: bool, has_own: bool) -> int:
-        """Bytes by which the block's backward peak grows with gradients of its own that stay or are copied."""
-        if not has_own:
-            return 0
-        forward = self.block_forward(block.order, kind, again)
+    def ended_bytes(self, stage: int) -> int:
+        """Of gradients that wait until this stage and end in it."""
+        return sum(w.gradient_bytes for w in self.weights if w.stages[0] == stage)
+
+    def _growth(self, forward: StageForward, stage: int, *, waits: bool) -> int:
+        """Bytes by which a backward peak grows with gradients of its own that stay or are copied."""
         without = settled_bytes(forward, self.subject.device, self.memory).backward_peak_bytes
-        return self.stage_bytes(forward, block.order + 1).backward_peak_bytes - without
+        return self.stage_bytes(forward, stage, waits=waits).backward_peak_bytes - without
 
     def _copied_at(self, stage: int) -> list[SharedWeight]:
         return [w for w in self.weights if w.is_copied and w.stages[-2] == stage]

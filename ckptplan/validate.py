@@ -9,6 +9,7 @@ from typing import Any
 from ckptplan.blocks import CheckpointableBlock, model_fingerprint, require_blocks, takes_keyword
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.plan import CheckpointPlan, blocks_of
+from ckptplan.profiles import modules_of
 from ckptplan.wrappers import foreign_checkpoints
 
 
@@ -56,12 +57,12 @@ def require_plan(plan: object) -> None:
 
 
 def _block_faults(plan: CheckpointPlan, blocks: Sequence[CheckpointableBlock]) -> list[str]:
-    planned = [decision.block_id for decision in plan.decisions]
+    planned = list(dict.fromkeys(modules_of(plan.block_ids)))
     given = [block.block_id for block in blocks]
     if planned != given:
         return [f"the plan is for the blocks {_listed(planned)}, given are {_listed(given)}"]
-    if list(blocks_of(plan.nodes)) != list(range(len(blocks))):
-        return [f"the plan's tree {plan.text!r} does not cover blocks 0 to {len(blocks) - 1} in order"]
+    if list(blocks_of(plan.nodes)) != list(range(len(plan.decisions))):
+        return [f"the plan's tree {plan.text!r} does not cover blocks 0 to {len(plan.decisions) - 1} in order"]
     return []
 
 
@@ -72,7 +73,9 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 
 def _buffer_faults(plan: CheckpointPlan, blocks: Sequence[CheckpointableBlock]) -> list[str]:
     faults = []
-    for decision, block in zip(plan.decisions, blocks, strict=True):
+    by_id = {block.block_id: block for block in blocks}
+    for decision, block_id in zip(plan.decisions, modules_of(plan.block_ids), strict=True):
+        block = by_id[block_id]
         there = {name for name, _ in block.module.named_buffers(remove_duplicate=False)}
         for name in decision.mutated_buffers or ():
             if name not in there:

@@ -281,6 +281,29 @@ class EncoderDecoder(nn.Module):
         return self.head(x)
 
 
+class Shared(Stack):
+    """The whole list runs twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in (*self.layers[:2], *self.layers[:2], self.layers[2]):
+            x = layer(x)
+        return self.head(x)
+
+
+class OneLayer(Decoder):
+    """One layer, called three times with a mask; its weights' gradients add up."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, mask = self.embed(ids), causal(ids)
+        for _ in range(3):
+            x = self.layers[0](x, mask)
+        return self.head(x)
+
+
 def _stack(kind: type[Stack]) -> Callable[[], Case]:
     return lambda: Case(kind(), ["layers.*"], torch.randn(128, 8), square_loss)
 
@@ -294,12 +317,12 @@ CASES: dict[str, Callable[[], Case]] = {
         kind.__name__: _stack(kind)
         for kind in (
             Residual, Scaled, Cloned, InPlace, NormBetween, DropoutBetween, DeepSupervision, SumOfLosses,
-            SkipAroundTwo,
+            SkipAroundTwo, Shared,
         )
     },
     **{
         kind.__name__: _decoder(kind)
-        for kind in (Decoder, FirstOfTuple, HoldsTuple, Rotary, LearnedScale, Tied)
+        for kind in (Decoder, FirstOfTuple, HoldsTuple, Rotary, LearnedScale, Tied, OneLayer)
     },
     "UNet": lambda: Case(UNet(), ["down.*", "middle", "up.*"], torch.randn(128, 8), square_loss),
     "EncoderDecoder": lambda: Case(

