@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from math import prod
+from operator import eq
 from typing import Any
 
 import numpy as np
@@ -69,8 +70,7 @@ class SpanFinder:
 
     def find(self, leaves: list[Leaf]) -> tuple[list[View], list[Span], bool]:
         """One view per leaf, the spans in the order of their first leaf, and whether all lies as it did before."""
-        signature = [_signature_of(leaf) for leaf in leaves]
-        if signature == self._signature:
+        if self._lie_as_before(leaves):
             if all(span.address or not span.size_bytes for span in self._spans):
                 return self._views, self._spans, True
             # Spans without a lasting address are found again: a copy of them was made the last time.
@@ -80,12 +80,17 @@ class SpanFinder:
             ]
             return self._views, spans, True
         views, spans = find_spans(leaves)
-        self._signature, self._views = signature, views
+        self._signature, self._views = [_signature_of(leaf) for leaf in leaves], views
         lasting = [span.address if all(_is_own_memory(leaves[n].value) for n in span.leaves) else 0 for span in spans]
         self._spans = [
             replace(span, source=None, address=address) for span, address in zip(spans, lasting, strict=True)
         ]
         return views, spans, False
+
+    def _lie_as_before(self, leaves: list[Leaf]) -> bool:
+        # One by one: a list of ten thousand signatures would push everything else out of the processor's cache.
+        before = self._signature
+        return len(leaves) == len(before) and all(map(eq, map(_signature_of, leaves), before))
 
 
 def _signature_of(leaf: Leaf) -> Any:
@@ -105,7 +110,7 @@ def _signature_of(leaf: Leaf) -> Any:
         value.is_conj(),
         value.is_neg(),
         type(value),
-        value.device,
+        value.get_device(),
     )
 
 

@@ -150,14 +150,14 @@ class Encoder:
         tag = _TAG_OF_DICT.get(kind)
         if tag is None:
             return self._refuse(path, value, "is a subclass of dict; save a plain one")
+        if tag == "dict" and all(type(key) is str for key in value):
+            return {"dict": {key: self.encode(part, f"{path}.{key}") for key, part in value.items()}}
         pairs = []
         for key, part in value.items():
             if type(key) is not str and type(key) is not int:
                 self._refuse(f"{path}[{key!r}]", key, "is not a key that can be saved (text or whole number)")
                 continue
             pairs.append((key, self.encode(part, f"{path}.{key}")))
-        if tag == "dict" and all(type(key) is str for key, _ in pairs):
-            return {"dict": dict(pairs)}
         return {"items" if tag == "dict" else tag: [[self.encode(key, path), part] for key, part in pairs]}
 
 
