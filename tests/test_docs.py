@@ -226,7 +226,30 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
     assert missing == []
 
 
-REPORTS = [29, 31, 32, 33, 34, 37, 40, 41, 43, 44, 45, *range(105, 117), 118]
+REPORTS = [
+    29,
+    31,
+    32,
+    33,
+    34,
+    37,
+    40,
+    41,
+    43,
+    44,
+    45,
+    46,
+    47,
+    48,
+    49,
+    58,
+    61,
+    68,
+    *range(71, 75),
+    77,
+    *range(105, 117),
+    118,
+]
 CASES = ["C01", "C08", "C11", "C19", "C21", "C23", *(f"P{n}" for n in range(1, 10)), *(f"P{n}" for n in range(11, 15))]
 
 

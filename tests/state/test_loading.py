@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim.swa_utils import AveragedModel
 
 from ckptplan.errors import StateMismatchError
 from ckptplan.state import CheckpointManager
@@ -322,6 +324,39 @@ def test_compiled_and_data_parallel_modules_keep_plain_names(tmp_path: Path) -> 
                 target.state_dict()[next(iter(target.state_dict()))].zero_()
                 states.load("a", into={"model": target})
                 assert torch.equal(target.state_dict()[next(iter(target.state_dict()))], kept)
+
+
+def test_an_average_of_weights_loads_whatever_is_wrapped_round_it_or_was(tmp_path: Path) -> None:
+    """B72: names of every stored object, not only the model's, are plain, so a changed plan breaks none of them."""
+
+    def plain() -> torch.nn.Sequential:
+        return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+
+    def compiled_block() -> torch.nn.Module:
+        module = plain()
+        module[0] = torch.compile(module[0], backend="eager")
+        return module
+
+    def checkpointed_block() -> torch.nn.Module:
+        module = plain()
+        module[1] = checkpoint_wrapper(module[1])
+        return module
+
+    makers = [plain, lambda: torch.compile(plain(), backend="eager"), compiled_block, checkpointed_block]
+    for number, make in enumerate(makers):
+        model = make()
+        average = AveragedModel(model)
+        average.update_parameters(model)
+        states = saved(tmp_path / str(number), {"model": model, "average": average})
+        plain_names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert list(states.load("a")["average"]) == ["n_averaged", *(f"module.{name}" for name in plain_names)]
+        for other in makers:
+            into = {"model": other(), "average": AveragedModel(other())}
+            states.load("a", into=into)
+            assert into["average"].n_averaged == 1
+            for name in ("model", "average"):
+                expected = {"model": model, "average": average}[name].parameters()
+                assert all(map(torch.equal, into[name].parameters(), expected))
 
 
 class WithExtra(torch.nn.Linear):
