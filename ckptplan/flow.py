@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from ckptplan.kinds import Kind, examine, kind_key, measure_bytes_and_flops, obs
 from ckptplan.memory import MemoryMeter, make_meter
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
 from ckptplan.skeleton import Anatomy, Arrival, Holding, Skeleton, find_anatomy
-from ckptplan.stages import count_flops
+from ckptplan.stages import GradientLayout, count_flops
 from ckptplan.subject import Subject, Trials
 from ckptplan.tied import SharedWeights
 from ckptplan.trace import BlockCall, trace_subject
@@ -51,7 +51,7 @@ def measure_any(
     subject = subject.of_calls([call.block for call in trace.calls])
     skeleton = Skeleton(subject, trace.calls, {storage_key(t) for t in subject.standing_tensors()})
     arrivals = skeleton.forward(_ignore).backward()
-    kinds, keys = _examine_calls(skeleton, arrivals)
+    kinds, keys = _examine_calls(skeleton, arrivals, _same_inputs(skeleton))
     require_gradient(kinds, subject.names)
     skeleton.handed_back = [kinds[key].handed_back for key in keys]
     skeleton.weights = _weights_used_elsewhere(skeleton)
@@ -75,7 +75,8 @@ def measure_any(
     accounts = None if memory == "off" else Accounts.of(skeleton, memory)
     regions = watch.regions(accounts)
     if accounts is not None:
-        blocks = [accounts.block(order, block, shared.ended_bytes(order + 1)) for order, block in enumerate(blocks)]
+        counted = [shared.ended_bytes(i + 1) + _waiting_inputs_bytes(kinds[key]) for i, key in enumerate(keys)]
+        blocks = [accounts.block(order, block, counted[order]) for order, block in enumerate(blocks)]
     blocks = [
         replace(block, before=r) if order and not (accounts and accounts.is_plain_link(order)) else block
         for order, (block, r) in enumerate(zip(blocks, regions, strict=False))
@@ -93,6 +94,16 @@ def measure_any(
     )
 
 
+def holds_more(subject: Subject) -> bool:
+    """Whether, while blocks of a plain chain run, the model's variables hold more than what it hands them."""
+    trace = trace_subject(subject, linked=False)
+    skeleton = Skeleton(subject, trace.calls, {storage_key(t) for t in subject.standing_tensors()})
+    anatomy = find_anatomy(skeleton)
+    return any(
+        holding not in taken for number, taken in enumerate(anatomy.taken) for holding in anatomy.behind[2 * number]
+    )
+
+
 def between(earlier: str, later: str) -> str:
     """The name of what runs between two blocks."""
     return f"between {earlier} and {later}"
@@ -102,19 +113,54 @@ def _ignore(name: str) -> None:
     pass
 
 
-def _examine_calls(skeleton: Skeleton, arrivals: Sequence[Arrival]) -> tuple[dict[str, Kind], list[str]]:
-    """Distinct kinds by key, and the key of each call."""
+Place = tuple[int, int]  # a call, and a position in its boundary
+
+
+def _same_inputs(skeleton: Skeleton) -> dict[Place, list[Place]]:
+    """Per input of a call the later calls that take the same tensor."""
+    seen: dict[int, list[Place]] = {}
+    held: list[torch.Tensor] = []  # so that no identity is given twice
+
+    def note(number: int, boundary: list[torch.Tensor], output: object) -> None:
+        held.extend(boundary)
+        for position, tensor in enumerate(boundary):
+            seen.setdefault(id(tensor), []).append((number, position))
+
+    step = skeleton.forward(_ignore, note)
+    step.loss = None
+    return {place: places[i + 1 :] for places in seen.values() for i, place in enumerate(places)}
+
+
+def _examine_calls(
+    skeleton: Skeleton, arrivals: Sequence[Arrival], same: Mapping[Place, Sequence[Place]]
+) -> tuple[dict[str, Kind], list[str]]:
+    """Distinct kinds by key, and the key of each call; from the last one, as gradients come from later calls."""
     subject = skeleton.subject
     kinds: dict[str, Kind] = {}
-    keys = []
-    for module, call, arrival in zip(subject.modules, skeleton.calls, arrivals, strict=True):
+    keys: list[str] = []
+    handed_back: dict[int, GradientLayout] = {}
+    for number in reversed(range(len(skeleton.calls))):
+        module, call, arrival = subject.modules[number], skeleton.calls[number], arrivals[number]
         observation = observe_block(module, call, subject.device)
         layout = arrival.layout or None
-        key = kind_key(module, call, layout, observation, arrival.pinned)
+        waiting: GradientLayout = {}
+        for position in range(len(call.boundary) if layout else 0):
+            parts = [handed_back[n][p] for n, p in same[number, position] if p in handed_back[n]]
+            if parts:  # a single part lies as it was handed back; several have been added up in memory of their own
+                waiting[position] = parts[0] if len(parts) == 1 else None
+        key = kind_key(module, call, layout, observation, arrival.pinned, waiting)
         if key not in kinds:
-            kinds[key] = examine(module, call, observation, subject.device, layout, arrival.pinned)
-        keys.append(key)
+            kinds[key] = examine(module, call, observation, subject.device, layout, arrival.pinned, waiting)
+        handed_back[number] = kinds[key].handed_back
+        keys.insert(0, key)
     return kinds, keys
+
+
+def _waiting_inputs_bytes(kind: Kind) -> int:
+    """Of what has come for the inputs' gradients already: it stands in the kind's own figures."""
+    boundary = kind.call.boundary
+    own = sum(boundary[p].numel() * boundary[p].element_size() for p, g in kind.waiting.items() if g is None)
+    return own + sum({g.storage: g.storage_bytes for g in kind.waiting.values() if g is not None}.values())
 
 
 def _weights_used_elsewhere(skeleton: Skeleton) -> list[list[torch.Tensor]]:

@@ -46,6 +46,7 @@ class Kind:
     differentiable: bool
     arriving: GradientLayout | None = None  # how the next stage hands back the gradients of the output
     pinned: tuple[int, ...] = ()  # positions of those that somebody else holds on to
+    waiting: GradientLayout = field(default_factory=dict)  # parts of its inputs' gradients that have come already
     handed_back: GradientLayout = field(default_factory=dict)
     keep: StageCost | None = None
     recompute: StageCost | None = None
@@ -76,13 +77,22 @@ def kind_key(
     arriving: GradientLayout | None,
     observation: Observation,
     pinned: tuple[int, ...] = (),
+    waiting: GradientLayout | None = None,
 ) -> str:
     """Equal for blocks that do the same with the same memory; gradients that fill storages of their own are usual."""
     count = len({id(t) for t in tensors_in(call.output) if t.requires_grad})
     is_usual = arriving is None or (len(arriving) == count and not any(arriving.values()))
     gradients = "" if is_usual else repr(sorted((arriving or {}).items()))
     gradients += f" pinned {pinned}" if pinned else ""
-    return _hash(_computation(module, call), call.signature, str(call.autocast), gradients, repr(observation))
+    gradients += f" waiting {sorted(waiting.items())}" if waiting else ""
+    return _hash(
+        _computation(module, call),
+        call.signature,
+        str(call.autocast),
+        str(call.with_gradients),
+        gradients,
+        repr(observation),
+    )
 
 
 def time_key(module: nn.Module, call: BlockCall) -> str:
@@ -117,7 +127,7 @@ def observe_block(module: nn.Module, call: BlockCall, device: torch.device) -> O
 
 def _under_autocast(module: nn.Module, call: BlockCall, device: torch.device) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with autocast_as(device, call.autocast):
+        with autocast_as(device, call.autocast), torch.set_grad_enabled(call.with_gradients):
             return module(*args, **kwargs)
 
     return run
@@ -130,6 +140,7 @@ def examine(
     device: torch.device,
     arriving: GradientLayout | None,
     pinned: tuple[int, ...] = (),
+    waiting: GradientLayout | None = None,
 ) -> Kind:
     copies, args, kwargs = call.fresh()
     outputs = tensors_in(_under_autocast(module, call, device)(*args, **kwargs))
@@ -148,6 +159,7 @@ def examine(
         differentiable=any(t.requires_grad for t in outputs),
         arriving=arriving,
         pinned=pinned,
+        waiting=waiting or {},
     )
     kind.handed_back = gradients_handed_back(block_forward(kind, device, None))
     return kind
@@ -171,12 +183,19 @@ def block_forward(kind: Kind, device: torch.device, guards: Guards | None, call:
         handed_back: GradientLayout = {}
         copies, args, kwargs = kind.call.fresh(handed_back)
         mark("ready")
-        with autocast_as(device, kind.call.autocast):
+        with autocast_as(device, kind.call.autocast), torch.set_grad_enabled(kind.call.with_gradients):
             if guards is None:
                 output = module(*args, **kwargs)
             else:
                 output = run_recomputed(module, guards, *args, **kwargs)
-        return StageRun(copies, output, arriving=kind.arriving, pinned=kind.pinned, handed_back=handed_back)
+        return StageRun(
+            copies,
+            output,
+            arriving=kind.arriving,
+            pinned=kind.pinned,
+            inputs_waiting=kind.waiting,
+            handed_back=handed_back,
+        )
 
     return forward
 

@@ -29,7 +29,7 @@ from ckptplan.blocks import CheckpointableBlock, model_fingerprint, require_bloc
 from ckptplan.choices import Choices
 from ckptplan.discovery import find_blocks
 from ckptplan.errors import BlockDeclarationError, UnsupportedBoundaryError
-from ckptplan.flow import between, measure_any
+from ckptplan.flow import between, holds_more, measure_any
 from ckptplan.kinds import (
     Kind,
     examine,
@@ -204,17 +204,28 @@ def _profile(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         selective = selective and memory != "off"
-        subject = Subject.of(model, blocks, batch, step, device, has_loss)
-        try:
-            trace = trace_subject(subject)
-        except (BlockDeclarationError, UnsupportedBoundaryError):
-            if not has_loss:
-                raise
-            # no plain chain: measured as it is, on a twin that no forward has run on
-            subject = Subject.of(model, blocks, batch, step, device, has_loss)
-            profile = measure_any(subject, trials, memory, check_stop, selective)
-            return replace(profile, fingerprint=model_fingerprint(_in_running_order(blocks, profile)))
-        return _measure(subject, trace, trials, memory, check_stop, selective)
+
+        def subject() -> Subject:  # on a twin that no forward has run on
+            return Subject.of(model, blocks, batch, step, device, has_loss)
+
+        if not has_loss or isinstance(model, PlainChain):
+            chain = subject()
+            return _measure(chain, trace_subject(chain), trials, memory, check_stop, selective)
+        found = _plain_chain(subject)
+        if found is not None:
+            return _measure(*found, trials, memory, check_stop, selective)
+        profile = measure_any(subject(), trials, memory, check_stop, selective)
+        return replace(profile, fingerprint=model_fingerprint(_in_running_order(blocks, profile)))
+
+
+def _plain_chain(subject: Callable[[], Subject]) -> tuple[Subject, ChainTrace] | None:
+    """The model's trace where its blocks are a plain chain beside which it holds nothing."""
+    chain = subject()
+    try:
+        trace = trace_subject(chain)
+    except (BlockDeclarationError, UnsupportedBoundaryError):
+        return None
+    return None if holds_more(subject()) else (chain, trace)
 
 
 def _in_running_order(blocks: Sequence[CheckpointableBlock], profile: ChainProfile) -> tuple[CheckpointableBlock, ...]:

@@ -53,6 +53,7 @@ class StageRun:
         arriving: how the gradients of the output's tensors come in; None: each on a storage of its own.
         pinned: positions of those that somebody else holds to the end.
         waiting: weights for which a part of the gradient has come from later stages already.
+        inputs_waiting: the same for tensors of the boundary, by position.
         handed_back: filled by the backward, for the tensors of the boundary that came in.
         beside: what the model may hold meanwhile without it being the stage's; kept to the end, so that it cancels out.
     """
@@ -63,6 +64,7 @@ class StageRun:
     arriving: GradientLayout | None = None
     pinned: tuple[int, ...] = ()
     waiting: list[torch.Tensor] = field(default_factory=list)
+    inputs_waiting: GradientLayout = field(default_factory=dict)
     handed_back: GradientLayout = field(default_factory=dict)
     beside: Any = None
 
@@ -242,6 +244,7 @@ def _root(run: StageRun) -> torch.Tensor | None:
     arriving = run.arriving or dict.fromkeys(range(len(outputs)))
     chosen = [(arriving[i], i in run.pinned, t) for i, t in enumerate(outputs) if t.requires_grad and i in arriving]
     chosen += [(None, False, weight) for weight in run.waiting]
+    chosen += [(gradient, False, run.inputs[i]) for i, gradient in run.inputs_waiting.items()]
     if not chosen:
         return None
     layout, pinned, tensors = zip(*chosen, strict=True)

@@ -68,6 +68,7 @@ class BlockCall:
     boundary: list[torch.Tensor]
     output: Any = None
     autocast: Autocast = (False, torch.float32, True)
+    with_gradients: bool = True
     signature: str = ""
     block: int = 0
     follows: bool = False
@@ -214,6 +215,7 @@ def trace_chain(
             if not trace.calls:
                 trace.has_pre = bool(boundary)
             call = _recorded(args, kwargs, boundary, autocast_now(device))
+            call.with_gradients = torch.is_grad_enabled()
             call.block, call.follows = index, bool(trace.calls) and is_called_with(last_output, args, kwargs)
             trace.calls.append(call)
             already = set(guard.saved)

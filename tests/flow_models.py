@@ -158,6 +158,73 @@ class SumOfLosses(Stack):
         return self.head(x) + total
 
 
+class BatchNormBetween(Stack):
+    """Running statistics are updated by code of the model, once a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + layer(norm(x))
+        return self.head(x)
+
+
+class FrozenExtractor(Stack):
+    """The first block runs without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.layers[0](self.embed(x))
+        for layer in self.layers[1:]:
+            x = x + layer(x)
+        return self.head(x)
+
+
+class Branches(Stack):
+    """All blocks take the same tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        outputs = [layer(x) for layer in self.layers]
+        return self.head(sum(outputs) + torch.sigmoid(outputs[0]))
+
+
+class Autocast(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.embed(x)
+            for layer in self.layers:
+                x = x + layer(x)
+            return self.head(x).float()
+
+
+class AddsAll(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, earlier: list[Tensor]) -> Tensor:
+        return torch.tanh(self.linear(x)) + sum(earlier)
+
+
+class Dense(Stack):
+    """Every block takes a list of all that came before; the parts of a gradient share memory while they add up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(AddsAll() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, earlier = self.embed(x), []
+        for layer in self.layers:
+            earlier.append(x)
+            x = layer(x, list(earlier))
+        return self.head(x)
+
+
 class SkipAroundTwo(Stack):
     def forward(self, x: Tensor) -> Tensor:
         first = self.layers[0](self.embed(x))
@@ -317,7 +384,7 @@ CASES: dict[str, Callable[[], Case]] = {
         kind.__name__: _stack(kind)
         for kind in (
             Residual, Scaled, Cloned, InPlace, NormBetween, DropoutBetween, DeepSupervision, SumOfLosses,
-            SkipAroundTwo, Shared,
+            SkipAroundTwo, Shared, BatchNormBetween, FrozenExtractor, Branches, Autocast, Dense,
         )
     },
     **{
