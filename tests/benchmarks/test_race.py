@@ -5,7 +5,6 @@ The whole race: ``python -m tests.benchmarks.race --help``.
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -78,7 +77,7 @@ def _record(*configurations: dict[str, Any]) -> dict[str, Any]:
         "blocks": 3,
         "profile_s": 0.1,
         "no_checkpointing": {"peak_bytes": 1000, "kept_bytes": 900, "flops": 100},
-        "budgets": [{"name": "50%", "bytes": 500}],
+        "budgets": [{"name": "50%", "bytes": 500, "is_timed": True}],
         "not_installed": {},
         "configurations": list(configurations),
         "below_our_curve": [],
@@ -152,10 +151,13 @@ def test_the_command_writes_what_it_prints_and_its_exit_code_tells(
     assert table in capsys.readouterr().out
     assert table == markdown(whole)
     assert whole["machine"]["torch"] == torch.__version__
-    broken = copy.deepcopy(whole["models"][0])
-    broken["verdict"]["violations"] = ["one"]
-    (tmp_path / "race-gpt-quick.json").write_text(json.dumps(broken))
+    part = tmp_path / "race-gpt-quick.json"
+    broken = json.loads(part.read_text())
+    broken["record"]["verdict"]["violations"] = ["one"]
+    part.write_text(json.dumps(broken))
     assert main([*arguments, "--resume"]) == 1
+    assert main([*arguments, "--resume", "--budgets", "0.8"]) == 0  # of other settings: run again
+    assert "runs again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

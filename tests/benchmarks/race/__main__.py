@@ -31,6 +31,7 @@ from tests.benchmarks.race.running import Settings, race
 from tests.benchmarks.race.subjects import MODELS, QUICK, SEED
 
 BUDGETS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2)
+TIMED = (0.75, 0.5, 0.3)
 ROUNDS = 8
 
 
@@ -42,13 +43,14 @@ def main(arguments: list[str]) -> int:
         budgets=tuple(options.budgets),
         rounds=0 if options.no_time else options.rounds,
         leagues=tuple(options.leagues),
+        timed=tuple(options.timed),
         predecessor=options.predecessor,
     )
     whole = {
         "schema": "ckptplan.race/1",
-        "command": "python -m tests.benchmarks.race",
+        "command": _command(options),
         "seed": SEED,
-        "settings": {**dataclasses.asdict(settings), "predecessor": settings.predecessor is not None},
+        "settings": _as_data(settings),
         "machine": _machine(),
         "models": [_record(name, settings, options) for name in options.models],
     }
@@ -74,6 +76,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     known = [*MODELS, *QUICK]
     parser.add_argument("--models", nargs="+", choices=known, default=None, help=f"default: {', '.join(MODELS)}")
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS, help="shares of the unplanned peak")
+    parser.add_argument("--timed", nargs="*", type=float, default=TIMED, help="budgets at which eager steps are timed")
     parser.add_argument("--leagues", nargs="+", choices=("eager", "compiled"), default=("eager", "compiled"))
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"steps timed of each kind (default {ROUNDS})")
     parser.add_argument("--no-time", action="store_true", help="leave the times out")
@@ -98,13 +101,34 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
+def _command(options: argparse.Namespace) -> str:
+    """What made the tables, without the names of this machine's folders."""
+    words = ["python -m tests.benchmarks.race", "--models", *options.models, "--leagues", *options.leagues]
+    words += ["--no-time"] if options.no_time else ["--rounds", str(options.rounds)]
+    return " ".join([*words, *(["--predecessor FOLDER"] if options.predecessor else [])])
+
+
+def _as_data(settings: Settings) -> dict[str, Any]:
+    data = {**dataclasses.asdict(settings), "predecessor": settings.predecessor is not None}
+    return json.loads(json.dumps(data))
+
+
 def _record(name: str, settings: Settings, options: argparse.Namespace) -> dict[str, Any]:
+    """The model's race, run now, or taken from the folder if it was run there with the same settings."""
     path = options.out / f"race-{name}.json"
+    wanted = {"settings": _as_data(settings), "machine": _machine()}
     if options.resume and path.exists():
-        return json.loads(path.read_text(encoding="utf-8"))
-    record = race(name, settings, lambda line: print(line, file=sys.stderr, flush=True))
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if {key: found[key] for key in wanted} == wanted:
+            return found["record"]
+        _say(f"{path} is of other settings or another machine: {name} runs again")
+    record = race(name, settings, _say)
+    path.write_text(json.dumps({**wanted, "record": record}, indent=1) + "\n", encoding="utf-8")
     return record
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _machine() -> dict[str, Any]:

@@ -73,10 +73,15 @@ def no_checkpointing(subject: Subject) -> Iterator[Entrant]:
 def every_kth(subject: Subject) -> Iterator[Entrant]:
     """Every block, every second, and so on, counted from the first block: the last is the worst to recompute."""
     count = len(subject.blocks)
-    for k in range(1, count + 1):
+    for k in steps_between(count):
         chosen = range(0, count, k)
         rival = "every block" if k == 1 else "every k-th"
         yield Entrant(rival, f"k={k}: {plan_text(chosen, count)}", with_checkpoints(subject, chosen))
+
+
+def steps_between(count: int) -> list[int]:
+    """Every k worth trying: up to half of the blocks, and all of them (the first block alone)."""
+    return [*range(1, count // 2 + 1), count]
 
 
 class _Spread(nn.Module):

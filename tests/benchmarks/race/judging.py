@@ -44,9 +44,11 @@ def rivals(record: Record, league: str) -> list[str]:
 
 
 def champions(record: Record) -> list[int]:
-    """The configurations worth timing: the best of each eager rival within each budget, and every compiled one."""
+    """The configurations to time: the best of each eager rival within each timed budget, and every compiled one."""
     found = {n for n, c in enumerate(record["configurations"]) if c["league"] == "compiled"}
     for budget in record["budgets"]:
+        if not budget["is_timed"]:
+            continue
         for rival in rivals(record, "eager"):
             number = best_within(record, "eager", rival, budget["bytes"])
             if number is not None:

@@ -20,7 +20,7 @@ from tests.benchmarks.race.subjects import Subject
 
 RIVAL = "predecessor 0.1.0rc1"
 PROGRAM = Path(__file__).with_name("predecessor_program.py")
-PLANNERS = ("dynamic_programming", "greedy", "uniform")
+PLANNERS = ("dynamic_programming", "greedy")
 BUCKETS_BYTES = (1 << 20, 1 << 14)  # its default, and a finer one for small blocks
 
 

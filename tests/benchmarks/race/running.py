@@ -14,7 +14,7 @@ from ckptplan.measure import profile_model
 from ckptplan.profiles import ChainProfile
 from tests.benchmarks.race import compiled, eager
 from tests.benchmarks.race.eager import Entrant
-from tests.benchmarks.race.judging import champions, judge, our_curve_faults
+from tests.benchmarks.race.judging import OURS, champions, judge, our_curve_faults
 from tests.benchmarks.race.measuring import (
     Step,
     StepFigures,
@@ -39,6 +39,7 @@ class Settings:
 
     Attributes:
         budgets: shares of the unplanned peak.
+        timed: those of them at which the eager league is timed, beside the first budget below full checkpointing.
         rounds: of the interleaved times; 0: no times.
         leagues: "eager", "compiled".
         predecessor: the folder that holds the predecessor's package, or None.
@@ -47,6 +48,7 @@ class Settings:
     budgets: tuple[float, ...]
     rounds: int
     leagues: tuple[str, ...]
+    timed: tuple[float, ...] = ()
     predecessor: Path | None = None
 
 
@@ -62,7 +64,7 @@ def race(name: str, settings: Settings, say: Callable[[str], None] = lambda line
     say(f"{name}: {len(profile)} blocks profiled in {profile_s:.1f} s")
     plain = measure(subject.step, subject.model, is_eager=True)
     full = measure(next(eager.every_kth(subject)).step, subject.model, is_eager=True)
-    budgets = _budgets(settings.budgets, plain.peak_bytes, full.peak_bytes)
+    budgets = _budgets(settings, plain.peak_bytes, full.peak_bytes)
     budgets_bytes = [budget["bytes"] for budget in budgets]
 
     absent: dict[str, str] = {}
@@ -98,9 +100,15 @@ def race(name: str, settings: Settings, say: Callable[[str], None] = lambda line
     return record
 
 
-def _budgets(shares: Sequence[float], plain_bytes: int, full_bytes: int) -> list[Record]:
-    found = [{"name": f"{share:.0%}", "bytes": int(plain_bytes * share)} for share in shares]
-    return found + [{"name": f"{share:.0%} of every block", "bytes": int(full_bytes * share)} for share in BELOW_FULL]
+def _budgets(settings: Settings, plain_bytes: int, full_bytes: int) -> list[Record]:
+    found = [
+        {"name": f"{share:.0%}", "bytes": int(plain_bytes * share), "is_timed": share in settings.timed}
+        for share in settings.budgets
+    ]
+    return found + [
+        {"name": f"{share:.0%} of every block", "bytes": int(full_bytes * share), "is_timed": share == BELOW_FULL[0]}
+        for share in BELOW_FULL
+    ]
 
 
 def _others(
@@ -134,16 +142,21 @@ def _measured(
 ) -> tuple[list[Record], list[Step]]:
     """Each distinct configuration once, with all the budgets that it was made for; and how to run it."""
     configurations: dict[tuple[str, str, str], Record] = {}
+    measured: dict[tuple[str, str, str], tuple[Step, StepFigures]] = {}
     steps: list[Step] = []
     for league, entrant in entrants:
         key = (league, entrant.rival, entrant.plan)
         if key not in configurations:
-            start_s = time.perf_counter()
-            figures = measure(entrant.step, subject.model, is_eager=league == "eager")
+            same = (league, "ours" if entrant.rival.startswith(OURS) else entrant.rival, entrant.plan)
+            if same not in measured:
+                start_s = time.perf_counter()
+                figures = measure(entrant.step, subject.model, is_eager=league == "eager")
+                measured[same] = entrant.step, figures
+                told = f"{figures.peak_bytes / 2**20:.2f} MiB ({time.perf_counter() - start_s:.1f} s)"
+                say(f"  {entrant.rival}: {_brief(entrant.plan)}: {told}")
+            step, figures = measured[same]
             configurations[key] = _configuration(league, entrant, figures, plain)
-            steps.append(entrant.step)
-            took_s = time.perf_counter() - start_s
-            say(f"  {entrant.rival}: {_brief(entrant.plan)}: {figures.peak_bytes / 2**20:.2f} MiB ({took_s:.1f} s)")
+            steps.append(step)
         record = configurations[key]
         if entrant.asked_bytes is not None and entrant.asked_bytes not in record["asked_bytes"]:
             record["asked_bytes"].append(entrant.asked_bytes)
@@ -178,9 +191,12 @@ def _brief(plan: str) -> str:
 def _add_times(record: Record, steps: Sequence[Step], plain: Step, rounds: int, say: Callable[[str], None]) -> None:
     """Times of the configurations that the verdict looks at, all interleaved, beside the plain step."""
     timed = champions(record)
-    say(f"  timing {len(timed)} configurations, {rounds} rounds")
-    times = interleaved_times([plain, *(steps[index] for index in timed)], rounds)
-    for index, found in zip(timed, times[1:], strict=True):
+    distinct = list(dict.fromkeys(steps[index] for index in timed))  # planners of ours may agree
+    say(f"  timing {len(distinct)} steps, {rounds} rounds")
+    times = interleaved_times([plain, *distinct], rounds)
+    of_step = dict(zip(distinct, times[1:], strict=True))
+    for index in timed:
+        found = of_step[steps[index]]
         record["configurations"][index]["time"] = {
             "minimum_s": found.minimum_s,
             "ratio": found.minimum_s / times[0].minimum_s,
