@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ckptplan.apply import checkpointed
 from ckptplan.errors import InfeasibleTargetError
+from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import plan_checkpoints
 from ckptplan.profiles import ChainProfile
 from tests.benchmarks.race.measuring import Step
@@ -128,17 +129,10 @@ def ours(
 
 def ours_for(subject: Subject, profile: ChainProfile, planner: str, cost: str, budget_bytes: int) -> Entrant | None:
     start_s = time.perf_counter()
-    try:
-        plan = plan_checkpoints(
-            profile,
-            target_kind="activation_budget_bytes",
-            target_value=budget_bytes,
-            planner=planner,
-            cost=cost,  # type: ignore[arg-type]
-        )
-    except InfeasibleTargetError:
-        return None
+    plan = plan_for(profile, planner, cost, budget_bytes)
     solve_s = time.perf_counter() - start_s
+    if plan is None:
+        return None
     patch = checkpointed(subject.model, plan)
 
     def step() -> Tensor:
@@ -154,6 +148,20 @@ def ours_for(subject: Subject, profile: ChainProfile, planner: str, cost: str, b
         added_flops=int(plan.predicted_cost) if cost == "flops" and plan.predicted_cost is not None else None,
         solve_s=solve_s,
     )
+
+
+def plan_for(profile: ChainProfile, planner: str, cost: str, budget_bytes: int) -> CheckpointPlan | None:
+    """Our plan; None where there is none within the budget."""
+    try:
+        return plan_checkpoints(
+            profile,
+            target_kind="activation_budget_bytes",
+            target_value=budget_bytes,
+            planner=planner,
+            cost=cost,  # type: ignore[arg-type]
+        )
+    except InfeasibleTargetError:
+        return None
 
 
 def our_name(planner: str, cost: str) -> str:

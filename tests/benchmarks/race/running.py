@@ -68,18 +68,18 @@ def race(name: str, settings: Settings, say: Callable[[str], None] = lambda line
     budgets_bytes = [budget["bytes"] for budget in budgets]
 
     absent: dict[str, str] = {}
-    entrants: list[tuple[str, Entrant]] = []
+    entrants: list[tuple[str, Subject, Entrant]] = []
     if "eager" in settings.leagues:
         found = [entrant for rival in eager.WITHOUT_BUDGET for entrant in rival(subject)]
         found += eager.ours(subject, profile, budgets_bytes, costs)
         found += _others(subject, profile, budgets_bytes, settings.predecessor, absent)
-        entrants += [("eager", entrant) for entrant in found]
+        entrants += [("eager", subject, entrant) for entrant in found]
     if "compiled" in settings.leagues:
         compiled.allow_many_graphs()
-        found = [entrant for rival in compiled.RIVALS for entrant in rival(subject)]
-        entrants += [("compiled", entrant) for entrant in found]
+        other = make_subject(name)  # the same model once more: compiling leaves marks on its modules
+        entrants += [("compiled", other, entrant) for rival in compiled.RIVALS for entrant in rival(other)]
 
-    configurations, steps = _measured(entrants, subject, plain, say)
+    configurations, steps = _measured(entrants, plain, say)
     record: Record = {
         "model": name,
         "blocks": len(profile),
@@ -92,9 +92,7 @@ def race(name: str, settings: Settings, say: Callable[[str], None] = lambda line
     }
     if settings.rounds:
         _add_times(record, steps, subject.step, settings.rounds, say)
-    record["below_our_curve"] = our_curve_faults(
-        record, lambda budget_bytes: _our_flops(subject, profile, budget_bytes)
-    )
+    record["below_our_curve"] = our_curve_faults(record, lambda peak_bytes: _our_flops(profile, peak_bytes))
     record["verdict"] = judge(record)
     record["race_s"] = time.perf_counter() - start_s
     return record
@@ -129,22 +127,22 @@ def _others(
         absent[TORCH_MILP] = "not installed (pulp, pwlf)"
 
 
-def _our_flops(subject: Subject, profile: ChainProfile, budget_bytes: int) -> int | None:
-    entrant = eager.ours_for(subject, profile, "optimal", "flops", budget_bytes)
-    return None if entrant is None else entrant.added_flops
+def _our_flops(profile: ChainProfile, budget_bytes: int) -> int | None:
+    plan = eager.plan_for(profile, "optimal", "flops", budget_bytes)
+    return None if plan is None or plan.predicted_cost is None else int(plan.predicted_cost)
 
 
 # Measuring -----------------------------------------------------------------------------------------------------------
 
 
 def _measured(
-    entrants: Iterable[tuple[str, Entrant]], subject: Subject, plain: StepFigures, say: Callable[[str], None]
+    entrants: Iterable[tuple[str, Subject, Entrant]], plain: StepFigures, say: Callable[[str], None]
 ) -> tuple[list[Record], list[Step]]:
     """Each distinct configuration once, with all the budgets that it was made for; and how to run it."""
     configurations: dict[tuple[str, str, str], Record] = {}
     measured: dict[tuple[str, str, str], tuple[Step, StepFigures]] = {}
     steps: list[Step] = []
-    for league, entrant in entrants:
+    for league, subject, entrant in entrants:
         key = (league, entrant.rival, entrant.plan)
         if key not in configurations:
             same = (league, "ours" if entrant.rival.startswith(OURS) else entrant.rival, entrant.plan)
