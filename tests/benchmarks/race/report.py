@@ -151,6 +151,7 @@ def _panel(axes: Any, record: Record, ratio: Any, what: str) -> None:
         axes.plot(
             *zip(*points, strict=True),
             marker=markers[number % len(markers)],
+            color=f"C{number % 10}",
             linestyle="-" if is_ours else "",
             markersize=7 if is_ours else 5,
             markerfacecolor=None if league == "eager" else "none",
