@@ -25,7 +25,7 @@ from ckptplan.record import RESULT_SCHEMA, load_metrics
 _T = TypeVar("_T")
 Unreadable = dict[tuple[str, str], list[str]]  # (file, why) -> names of the runs
 # Overrides that say where a run stands among others; the command that repeats it alone is without them.
-_OF_A_SWEEP = ("sweep=", "sweep.", "logger.group=", "hydra.", "hydra/")
+_OF_A_SWEEP = ("sweep=", "sweep.", "logger.group=", "profile.cache=", "profile.options=", "hydra.", "hydra/")
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,8 @@ def test_a_folder_without_records_is_an_error_that_names_it(tmp_path: Path, made
 
 def test_the_command_repeats_the_run_alone_with_each_word_quoted(tmp_path: Path) -> None:
     typed = ["planner=dp", 'name="a b"', "blocks.paths=[layers.*]", "sweep=default", "+sweep.timeout_s=3"]
-    write_run(tmp_path / "run", overrides=[*typed, 'logger.group="g"', "hydra.job.num=3"])
+    added = ['profile.cache="x"', "profile.options=true", 'logger.group="g"', "hydra.job.num=3"]
+    write_run(tmp_path / "run", overrides=[*typed, *added])
     command = read_records(tmp_path / "run").runs[0].command
     assert command is not None
     assert shlex.split(command) == ["python", "train.py", *typed[:3]]
