@@ -74,7 +74,7 @@ def typed_value(key: str, overrides: Sequence[str]) -> str | None:
     if not found:
         return None
     value = OverridesParser.create().parse_override(found[-1]).value()
-    return None if value is None else str(value)
+    return None if value is None else str(value).replace("\\${", "${")  # what `hydra_text` has escaped
 
 
 def without(keys: Iterable[str], overrides: Sequence[str]) -> list[str]:

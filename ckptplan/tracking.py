@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast, get_args
 from urllib.parse import urlparse
 
-from ckptplan.record import METRIC_KEYS, flatten, write_atomic
+from ckptplan.record import METRIC_KEYS, flatten, load_metrics, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class NoTracker:
 class CsvTracker:
     """``logger=csv``: ``metrics.csv``, ``summary.csv`` and one file per table in the run folder, for a spreadsheet.
 
-    A figure that is unknown is an empty cell.
+    A figure that is unknown is an empty cell. A run that goes on has the lines of ``metrics.jsonl`` up to there.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -74,8 +74,11 @@ class CsvTracker:
         self._metrics = self.folder / "metrics.csv"
 
     def start(self, config: Mapping[str, Any], name: str | None = None, group: str | None = None) -> None:
-        if not self._metrics.exists():
-            self._append([METRIC_KEYS])
+        self._metrics.unlink(missing_ok=True)
+        self._append([METRIC_KEYS])
+        if (self.folder / "metrics.jsonl").exists():
+            for row in load_metrics(self.folder):
+                self.log(row)
 
     def log(self, row: Mapping[str, float | int | None]) -> None:
         self._append([[row.get(key) for key in METRIC_KEYS]])

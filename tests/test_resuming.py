@@ -17,9 +17,11 @@ import torch
 import ckptplan.run as run_module
 from ckptplan import resuming
 from ckptplan.config import load_config, resolve
-from ckptplan.record import load_metrics, load_result
+from ckptplan.errors import ConfigError, SaveFailedError
+from ckptplan.record import StateRecord, load_metrics, load_result
 from ckptplan.run import run_job
 from ckptplan.state import CheckpointManager
+from ckptplan.training import Position
 from tests import run_models
 
 NOISY = (
@@ -44,6 +46,7 @@ NOISY = (
     "state=async",
 )
 SAMPLES = 103
+SHORT = ("steps=4", "scheduler.warmup_steps=1")
 
 
 @dataclass
@@ -173,3 +176,262 @@ class TestTheSameRun:
         whole, other = run("steps=16"), run("steps=16", *changed)
         assert other.rows == whole.rows
         assert_same(other.weights, whole.weights)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Everything that a refused resume must leave as it was."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", "train.log")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def refuse(name: str) -> Callable[..., Any]:
+    return lambda *_, **__: pytest.fail(f"{name} was called")
+
+
+class TestThePlan:
+    def test_the_stored_one_is_used_and_nothing_is_measured_again(self, run: Run, monkeypatch) -> None:
+        part = run("steps=6", stop_at=2)
+        before = part.result["plan"]
+        monkeypatch.setattr(run_module, "profile_model", refuse("profile_model"))
+        monkeypatch.setattr(run_module, "plan_for_budget", refuse("plan_for_budget"))
+        part = run("steps=6", resume=part.folder)
+        assert part.result["plan"] == before
+        assert part.result["profile"]["source"] == "resumed"
+
+    @pytest.mark.parametrize("change", ["planner=greedy", "budget_frac=1", "cost=time", "runtime.dtype=bf16_mixed"])
+    def test_another_is_made_when_what_it_depends_on_has_changed(self, run: Run, monkeypatch, change: str) -> None:
+        part = run("steps=6", stop_at=2)
+        planned: list[Any] = []
+        original = run_module.plan_for_budget
+        monkeypatch.setattr(run_module, "plan_for_budget", lambda *a: planned.append(original(*a)) or planned[-1])
+        part = run("steps=6", change, resume=part.folder)
+        assert (part.code in (0, 4), len(planned), len(part.rows)) == (True, 1, 6)
+
+    def test_another_plan_trains_the_same(self, run: Run) -> None:
+        whole, part = run("steps=8"), run("steps=8", stop_at=3)
+        for stop, plan in ((5, "K0 R(1) K2 R(3)"), (6, "R(0) R(1) K2 K3")):
+            part = run("steps=8", "planner=text", f"planner.text='{plan}'", resume=part.folder, stop_at=stop)
+        part = run("steps=8", "planner=none", resume=part.folder)
+        assert part.rows == whole.rows
+        assert_same(part.weights, whole.weights)
+
+
+class TestOtherSettings:
+    @pytest.mark.parametrize(("size", "accumulate"), [(8, 1), (4, 3), (5, 1), (3, 2)])
+    def test_each_sample_is_still_seen_once_in_other_micro_batches(self, run: Run, size: int, accumulate: int) -> None:
+        part = run(stop_at=2)
+        seen = list(part.seen)
+        other = (f"+data.batch_size={size}", f"accumulate={accumulate}", "budget_frac=1")
+        base = tuple(text for text in NOISY if not text.startswith(("+data.batch_size", "accumulate")))
+        part = run(*other, base=base, resume=part.folder, stop_at=4)
+        seen += part.seen
+        part = run(*other, base=base, resume=part.folder)
+        seen += part.seen
+        assert part.code in (0, 4)
+        assert sorted(seen[:SAMPLES]) == list(range(SAMPLES))
+        assert len(part.rows) == 40
+
+    def test_another_model_is_refused_with_every_name_and_nothing_changes(self, run: Run) -> None:
+        part = run("steps=6", stop_at=2)
+        before = files_of(part.folder)
+        with pytest.raises(ConfigError) as refused:
+            run("steps=6", "+model.depth=5", "+model.width=16", resume=part.folder)
+        told = str(refused.value)
+        assert "nothing has been changed" in told
+        assert "model.width: None -> 16" in told
+        for name in ("layers.4.0.weight", "stem.weight", "layers.0.0.weight", "head.weight"):
+            assert name in told, told
+        after = files_of(part.folder)
+        assert {name for name in before if before[name] != after[name]} == set()
+
+    def test_an_argument_of_the_optimizer_typed_now_holds(self, run: Run) -> None:
+        part = run(*SHORT, "optimizer.weight_decay=0.0", stop_at=2)
+        run(*SHORT, "optimizer.weight_decay=0.25", "optimizer.lr=0.5", resume=part.folder)
+        (group,) = part.state(4)["optimizer"]["param_groups"]
+        assert (group["weight_decay"], list(group["betas"])) == (0.25, [0.9, 0.95])
+        assert [lr for _, _, _, lr, _ in part.rows[2:]] != [lr for _, _, _, lr, _ in run(*SHORT).rows[2:]]
+        with pytest.raises(ConfigError, match=r"optimizer\._target_: .*AdamW -> .*SGD"):
+            run("steps=6", "optimizer=sgd", resume=part.folder)
+
+    def test_a_finished_run_says_so_and_goes_on_to_more_steps(self, run: Run, caplog) -> None:
+        whole = run("steps=4", "scheduler=constant", "scheduler.warmup_steps=0")
+        before = files_of(whole.folder)
+        caplog.set_level("INFO")
+        assert run("steps=4", "scheduler=constant", "scheduler.warmup_steps=0", resume=whole.folder).code == 0
+        assert "is finished: step 4" in caplog.text
+        assert files_of(whole.folder) == before
+        more = run("steps=9", "scheduler=constant", "scheduler.warmup_steps=0", resume=whole.folder)
+        assert more.rows == run("steps=9", "scheduler=constant", "scheduler.warmup_steps=0").rows
+        with pytest.raises(ConfigError, match=r"steps=3: the state to go on from is that of step 9"):
+            run("steps=3", "scheduler.warmup_steps=0", resume=whole.folder)
+
+    def test_the_loss_scale_is_part_of_the_state(self, tmp_path: Path, compose) -> None:
+        def made() -> resuming.Trained:
+            model = torch.nn.Linear(2, 2)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+            return resuming.Trained(model, torch.optim.SGD(model.parameters(), 0.1), scaler, [], torch.device("cpu"))
+
+        config = load_config(compose("state=sync"))
+        first, second = made(), made()
+        for _ in range(4):
+            first.optimizer.zero_grad()
+            first.scaler.scale(first.model(torch.ones(1, 2)).sum()).backward()
+            first.scaler.step(first.optimizer)
+            first.scaler.update()
+        with resuming.RunStates(tmp_path, config.state, StateRecord(), []) as states:
+            states.begin(first, {"made_for": {}}, {"optimizer": config.optimizer})
+            states.at_end(Position(4))
+        with resuming.RunStates(tmp_path, config.state, StateRecord(), []) as states:
+            stored = states.find(str(tmp_path))
+            states.restore(stored, second, config)
+        assert second.scaler.state_dict() == first.scaler.state_dict()
+        assert second.scaler.state_dict()["scale"] == 16.0
+
+
+class TestFaults:
+    def damage(self, folder: Path, step: int) -> None:
+        path = next((folder / "state" / f"step-{step}").glob("model*.safetensors"))
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 4
+        path.write_bytes(bytes(content))
+
+    def test_auto_takes_the_newest_good_state_and_says_so_others_name_it(self, run: Run) -> None:
+        whole = run("steps=6")
+        part = run("steps=6", "state.every=1", "state.keep_last=3", stop_at=5)
+        self.damage(part.folder, 5)
+        before = files_of(part.folder)
+        with pytest.raises(ConfigError, match=r"(?s)step-5: damaged: model.*type: 'resume=\S*step-4") as refused:
+            run("steps=6", resume=part.folder)
+        assert files_of(part.folder) == before
+        part = run("steps=6", resume="auto", folder=part.folder)
+        assert (part.code, part.result["state"]["resumed_step"]) == (0, 4)
+        assert "went on from step-4, because step-5 is damaged" in part.result["notes"][0]
+        assert part.rows == whole.rows
+        assert "resume=auto" in str(refused.value)
+
+    def test_a_damaged_last_state_is_no_finished_run(self, run: Run) -> None:
+        part = run(*SHORT, "state.every=2")
+        self.damage(part.folder, 4)
+        part = run(*SHORT, resume="auto", folder=part.folder)
+        assert part.result["state"]["resumed_step"] == 2
+        assert [row[0] for row in part.rows] == [1, 2, 3, 4]
+
+    def test_an_older_state_can_be_named_and_later_lines_are_set_aside(self, run: Run) -> None:
+        whole = run("steps=6", "state.every=2", "state.keep_last=3")
+        rows = whole.rows
+        with (whole.folder / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 7, "tr')  # a kill in the middle of a line
+        part = run("steps=6", resume=str(whole.folder / "state" / "step-2"), folder=whole.folder)
+        assert part.rows == rows
+        set_aside = load_metrics(whole.folder / "metrics.discarded.jsonl")
+        assert [row["step"] for row in set_aside if "train/loss" in row] == [3, 4, 5, 6]
+        assert (whole.folder / "result.earlier.json").exists()
+        assert sorted(p.name for p in (whole.folder / "state" / "superseded").iterdir()) == ["step-4", "step-6"]
+
+    @pytest.mark.parametrize(("failing", "code"), [(1, 0), (2, None)])
+    def test_a_save_that_fails_costs_a_note_unless_it_is_the_last(self, run: Run, monkeypatch, failing, code) -> None:
+        class Failing(CheckpointManager):
+            def save(self, checkpoint_id: Any, payload: Any, **options: Any) -> Any:
+                if checkpoint_id == f"step-{2 * failing}":
+                    payload = {**payload, "model": {"no form": lambda: None}}
+                return super().save(checkpoint_id, payload, **options)
+
+        monkeypatch.setattr(resuming, "CheckpointManager", Failing)
+        if code is None:
+            with pytest.raises(SaveFailedError, match="the last state could not be saved: step-4"):
+                run(*SHORT, "state.every=2")
+            return
+        part = run(*SHORT, "state.every=2")
+        assert (part.code, part.result["state"]["saved"]) == (code, 1)
+        assert "step-2 was not saved: one value has no exact form" in part.result["notes"][0]
+
+    def test_two_runs_do_not_go_on_in_one_folder(self, run: Run) -> None:
+        part = run(*SHORT, stop_at=2)
+        with CheckpointManager(part.folder / "state", mode="sync") as other:
+            other.claim()
+            with pytest.raises(ConfigError, match="is being written by this process"):
+                run(*SHORT, resume=part.folder)
+        assert run(*SHORT, resume=part.folder).code == 0
+
+    def test_retention_keeps_the_newest_and_the_best(self, run: Run) -> None:
+        settings = ("steps=8", "state.every=1", "eval_every=1", "state.keep_last=1", "state.keep_best=1")
+        part = run(*settings)
+        losses = {row["step"]: row["eval/loss"] for row in load_metrics(part.folder) if "eval/loss" in row}
+        best = min(losses, key=lambda step: (losses[step], -step))
+        kept = {path.name for path in (part.folder / "state").glob("step-*")}
+        assert kept == {f"step-{best}", "step-8"}
+
+
+class TestSignals:
+    """C25, one process."""
+
+    @pytest.mark.parametrize("phase", ["profile_model", "prove_model"])
+    def test_before_the_first_update_there_is_nothing_to_save(self, run: Run, monkeypatch, caplog, phase: str) -> None:
+        original = getattr(run_module, phase)
+
+        def interrupted(*arguments: Any, **options: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(run_module, phase, interrupted)
+        caplog.set_level("INFO")
+        part = run("steps=6")
+        assert (part.code, part.result["state"]["path"]) == (143, None)
+        assert "there was no update: nothing to save" in caplog.text
+        assert not list(part.folder.glob("state/step-*"))
+
+    @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+    def test_a_signal_in_evaluation_saves_that_step_and_the_evaluation_is_made_up(
+        self, run: Run, monkeypatch, sent: int, code: int
+    ) -> None:
+        whole = run("steps=6")
+        from ckptplan.data.dataset import Dataset
+
+        original = Dataset.eval_batches
+
+        def interrupted(self: Any) -> Any:
+            os.kill(os.getpid(), sent)
+            return original(self)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Dataset, "eval_batches", interrupted)
+            part = run("steps=6")
+        assert (part.code, part.result["state"]["step"]) == (code, 3)
+        part = run("steps=6", resume=part.folder)
+        assert part.rows == whole.rows
+        lines = [(row["step"], row["eval/loss"]) for row in load_metrics(part.folder) if "eval/loss" in row]
+        assert lines == [(row["step"], row["eval/loss"]) for row in load_metrics(whole.folder) if "eval/loss" in row]
+
+    @pytest.mark.parametrize("mode", ["async", "sync"])
+    @pytest.mark.parametrize("times", [1, 2])
+    def test_ctrl_c_while_saving_loses_nothing_that_was_committed(
+        self, run: Run, monkeypatch, mode: str, times: int
+    ) -> None:
+        whole = run("steps=6")
+
+        class Interrupted(CheckpointManager):
+            def _save(self, *arguments: Any) -> None:
+                if arguments[2] == "step-3":
+                    for _ in range(times):
+                        os.kill(os.getpid(), signal.SIGINT)
+                super()._save(*arguments)
+
+        handler = signal.getsignal(signal.SIGINT)
+        with monkeypatch.context() as patched:
+            patched.setattr(resuming, "CheckpointManager", Interrupted)
+            part = run("steps=6", "state.every=1", f"state={mode}")
+        assert (part.code, part.result["state"]["step"]) == (130, 3 if times == 1 else 2)
+        assert signal.getsignal(signal.SIGINT) is handler
+        part = run("steps=6", resume=part.folder)
+        assert part.result["state"]["resumed_step"] == (3 if times == 1 else 2)
+        assert part.rows == whole.rows
+        assert_same(part.weights, whole.weights)
+
+    def test_an_earlier_handler_of_the_users_is_called(self, run: Run) -> None:
+        called: list[int] = []
+        before = signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
+        try:
+            part = run("steps=6", stop_at=2)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert (part.code, called, part.result["state"]["step"]) == (143, [signal.SIGTERM], 2)

@@ -129,21 +129,6 @@ def test_a_big_export_has_shards_and_an_index(tmp_path: Path) -> None:
     assert len(sizes) == 3
 
 
-@pytest.mark.slow
-def test_transformers_opens_an_export(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=8)
-    model = transformers.GPT2LMHeadModel(config)
-    with CheckpointManager(tmp_path / "s", mode="sync") as states:
-        states.save("a", {"model": model}).result()
-    out = tmp_path / "out"
-    export_item(StorageConfig(str(tmp_path / "s")).open(), "a", "model", out, shard_bytes=8000)
-    config.save_pretrained(out)
-    loaded = transformers.GPT2LMHeadModel.from_pretrained(out)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
-
-
 def test_names_that_would_collide_in_an_export_are_refused(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "s", mode="sync") as states:
         states.save("a", {"model": {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "n": 1}).result()
