@@ -31,8 +31,8 @@ def start(folder: Path, *more: str, limits: str = "") -> subprocess.Popen[bytes]
     command = [sys.executable, str(REPOSITORY / "train.py"), *arguments]
     if limits:
         command = ["bash", "-c", f'{limits}; exec "$@"', "run", *command]
-    console = (folder.parent / "console.log").open("ab")
-    return subprocess.Popen(command, cwd=REPOSITORY, stdout=console, stderr=console, start_new_session=True)
+    with (folder.parent / "console.log").open("ab") as console:
+        return subprocess.Popen(command, cwd=REPOSITORY, stdout=console, stderr=console, start_new_session=True)
 
 
 def rows(folder: Path) -> list[tuple[Any, ...]]:
