@@ -237,7 +237,8 @@ def _as_stage(chain: ChainProfile, node: PlanNode, depth: int = 0) -> _Stage:
     for block in members:
         outputs = zip(block.output_bytes, block.output_is_input, strict=True)
         sources = [(size, None) if passed is None else sources[passed] for size, passed in outputs]
-    cost = StageCost(guards, max(first_forward), whole([0] * num_inputs), _costs(members[0]).keeps_input, (False,))
+    at_top = 0 if depth else whole([0] * num_inputs)  # in a replay it is asked for with what nobody else holds
+    cost = StageCost(guards, max(first_forward), at_top, _costs(members[0]).keeps_input, (False,))
     return _Stage(cost, [size for size, _ in sources], [passed for _, passed in sources], whole if depth else None)
 
 

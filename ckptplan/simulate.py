@@ -234,7 +234,8 @@ def _stage_of_node(chain: ChainProfile, node: PlanNode, *, inside: bool = False)
     cost = StageCost(
         saved_bytes=saved,
         forward_peak_bytes=_segment_forward_peak(chain, node, inside=inside),
-        backward_peak_bytes=saved + _segment_backward_peak(chain, node),
+        # inside a replay it depends on who else holds its input, so that the walk asks for it there
+        backward_peak_bytes=0 if inside else saved + _segment_backward_peak(chain, node),
         keeps_input=_recompute_cost(first).keeps_input,
         keeps_output=(False,) * len(output_bytes),
     )
