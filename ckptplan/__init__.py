@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from ckptplan.certificate import Certificate, certify
     from ckptplan.check import check_plan
     from ckptplan.curve import CurvePoint, PlanCurve, plan_curve
+    from ckptplan.dry_run import VerifiedPeak, verify_plan
     from ckptplan.equality import EqualityCheck, check_equality
     from ckptplan.errors import (
         BlockDeclarationError,
         CkptplanError,
         ConfigError,
+        DryRunError,
         InfeasibleTargetError,
         NoDifferentiableOutputError,
         PlanIncompatibleError,
@@ -71,6 +73,8 @@ _MODULE_OF_NAME = {
     "apply_plan": "apply",
     "CheckpointedSequential": "apply",
     "checkpointed": "apply",
+    "verify_plan": "dry_run",
+    "VerifiedPeak": "dry_run",
     "check_equality": "equality",
     "EqualityCheck": "equality",
     "run_benchmark": "benchmark",
@@ -90,6 +94,7 @@ _MODULE_OF_NAME = {
     "StepMismatchError": "errors",
     "UnsupportedPlanVersionError": "errors",
     "PlannerScaleError": "errors",
+    "DryRunError": "errors",
 }
 
 __all__ = [  # noqa: RUF022 - data-path order
@@ -123,6 +128,8 @@ __all__ = [  # noqa: RUF022 - data-path order
     "apply_plan",
     "CheckpointedSequential",
     "checkpointed",
+    "verify_plan",
+    "VerifiedPeak",
     "check_equality",
     "EqualityCheck",
     "run_benchmark",
@@ -142,6 +149,7 @@ __all__ = [  # noqa: RUF022 - data-path order
     "StepMismatchError",
     "UnsupportedPlanVersionError",
     "PlannerScaleError",
+    "DryRunError",
     "__version__",
 ]
 

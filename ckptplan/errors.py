@@ -103,6 +103,10 @@ class StepMismatchError(CkptplanError):
         self.is_deterministic = is_deterministic
 
 
+class DryRunError(CkptplanError):
+    """A step cannot be run on fake tensors: it decides by values, or has an operator that knows no fake tensors."""
+
+
 class UnsupportedPlanVersionError(CkptplanError):
     """The plan or profile file was written in a format that this version does not read."""
 

@@ -128,7 +128,7 @@ class LiveStorageMeter(_Marks):
 
     def __init__(self) -> None:
         super().__init__()
-        self._mode = _LiveStorages()
+        self._mode = LiveStorages()
 
     def __enter__(self) -> LiveStorageMeter:
         self._mode.__enter__()
@@ -142,7 +142,7 @@ class LiveStorageMeter(_Marks):
         self._mode.__exit__(kind, error, trace)
 
 
-class _LiveStorages(TorchDispatchMode):
+class LiveStorages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.level_bytes = 0

@@ -159,14 +159,18 @@ def micro_batch_loss(model: nn.Module, batch: Batch, autocast_dtype: torch.dtype
     ``model(inputs)`` gives logits (..., classes); ``batch.targets`` has their shape without the last axis.
     The batch is on the model's device.
     """
+    return summed_loss(model, batch, autocast_dtype), count_targets(batch)
+
+
+def summed_loss(model: nn.Module, batch: Batch, autocast_dtype: torch.dtype | None = None) -> Tensor:
+    """The first of ``micro_batch_loss``, which needs no value of a tensor."""
     with autocast(batch.inputs.device, autocast_dtype):
         logits = model(batch.inputs)
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()  # a sum over thousands of tokens needs more than 8 bits of mantissa
-        loss_sum = functional.cross_entropy(
+        return functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum"
         )
-    return loss_sum, count_targets(batch)
 
 
 def count_targets(batch: Batch) -> int:

@@ -23,7 +23,7 @@ plan gaps targets simulate check planners.tables planners.heuristic planners.fix
 planners.options planners.stairs planners.stretches planners.nested planners.milp
 planners.budgets planners.reasons planners
 curve certificate explanation
-validate apply proof equality benchmark budget autofit
+validate apply dry_run proof equality benchmark budget autofit
 data.spec data.checks data.order data data.dataset data.digits data.images data.text data.tokens
 models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models
 profile_cache tracking stopping training runs resuming jobs sweep_table sweeps

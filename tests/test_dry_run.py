@@ -1,0 +1,130 @@
+"""Dry runs on fake tensors, against a tracker of live bytes over the real planned step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ckptplan
+from ckptplan.apply import checkpointed
+from ckptplan.data import Batch
+from ckptplan.dry_run import verify_plan
+from ckptplan.errors import DryRunError, PlanIncompatibleError
+from ckptplan.measure import profile_model
+from ckptplan.plan import CheckpointPlan
+from ckptplan.simulate import simulate_plan
+from tests.test_promises import MODELS, batch_for
+from tests.tracker import step_peak
+
+
+def _cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(batch.inputs)
+    return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1))
+
+
+PLANS = {
+    "gpt": ("K0 K1 K2 K3", "R(0) R(1) K2 K3", "R(0 1) R(2 3)", "R(0 R(1 2)) K3"),
+    "gpt dropout": ("K0 K1 K2", "R(0) R(1) R(2)", "R(0 R(1 2))"),
+    "vit": ("R(0) K1 R(2) K3", "R(0 1 2) K3"),
+    "resnet": ("K0 K1 K2 K3", "R(0) R(1) R(2) K3", "R(0 1) R(2 3)", "R(R(0) R(1)) K2 K3"),
+    "unet": ("K0 K1 K2 K3 K4", "R(0) R(1) R(2) R(3) R(4)"),
+    "mlp": ("K0 K1 R(2) K3 K4", "R(0 1 2 3 4)"),
+}
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_the_peak_is_that_of_the_real_step_and_of_a_profile_of_live_bytes(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    batch = batch_for(model)
+    profile = profile_model(model, None, batch, _cross_entropy, num_warmup=0, num_trials=1, memory="live")
+    found = {}
+    for text in PLANS[name]:
+        plan = CheckpointPlan.from_text(text, profile)
+        found[text] = verify_plan(model, plan, batch, _cross_entropy)
+        with checkpointed(model, plan):
+            real = step_peak(lambda: _cross_entropy(model, batch), model.parameters())
+        assert found[text].peak_bytes == real, text
+        assert found[text].peak_bytes == pytest.approx(simulate_plan(profile, plan).peak_bytes, rel=0.01)
+        assert found[text].operator.startswith("aten.")
+        assert found[text].block in {*profile.block_ids, "head and loss", "before the blocks"}
+
+
+class Wide(nn.Module):
+    """Narrow blocks around a wide one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (16, 1024, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, w), nn.Tanh(), nn.Linear(w, 16), nn.Tanh()) for w in widths
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return torch.as_tensor(model(batch).square().mean())
+
+
+@pytest.mark.parametrize(
+    ("text", "phases"), [("K0 K1 K2", {"backward"}), ("K0 R(1) K2", {"backward", "recomputation"})]
+)
+def test_it_names_the_wide_block_and_its_matrix_product(text: str, phases: set[str]) -> None:
+    model, batch = Wide(), torch.randn(64, 16)
+    names = [f"layers.{i}" for i in range(3)]
+    found = verify_plan(model, CheckpointPlan.from_text(text, names), batch, _loss)
+    assert (found.block, found.phase in phases) == ("layers.1", True)
+    assert found.operator.startswith("aten.")
+    assert found.text.startswith("peak ")
+    assert "in layers.1" in found.text
+
+
+def test_model_gradients_and_random_streams_are_left_as_they_were() -> None:
+    model = MODELS["resnet"]()
+    batch = batch_for(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    versions = [p._version for p in model.parameters()]
+    state = torch.get_rng_state()
+    names = [f"layers.{i}" for i in range(4)]
+    verify_plan(model, CheckpointPlan.from_text("R(0 1) R(2) K3", names), batch, _cross_entropy)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [p._version for p in model.parameters()] == versions
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Deciding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        return self.layers[1](x) if x.sum() > 0 else x
+
+
+class Selecting(Deciding):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        return self.layers[1](x[x[:, 0] > 0])
+
+
+@pytest.mark.parametrize("kind", [Deciding, Selecting])
+def test_a_step_that_decides_by_values_is_refused_with_the_operator(kind: type[Deciding]) -> None:
+    plan = CheckpointPlan.from_text("K0 K1", ["layers.0", "layers.1"])
+    with pytest.raises(DryRunError, match=r"stops in layers\.0.*aten\..*by the values of tensors.*real step"):
+        verify_plan(kind(), plan, torch.randn(8, 4), _loss)
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    with pytest.raises(PlanIncompatibleError, match=r"layers\.9"):
+        verify_plan(Deciding(), CheckpointPlan.from_text("K0", ["layers.9"]), torch.randn(8, 4), _loss)
+
+
+def test_it_is_public() -> None:
+    assert ckptplan.verify_plan is verify_plan
