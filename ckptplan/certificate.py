@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,10 +13,19 @@ from ckptplan.plan import CheckpointPlan
 from ckptplan.planners.milp import ilp
 from ckptplan.planners.nested import cheapest_flat, optimal
 from ckptplan.planners.tables import PlannerResult
-from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, as_chain, canonical_json
+from ckptplan.profiles import (
+    BlockProfile,
+    ChainProfile,
+    CostKind,
+    MemoryModel,
+    as_chain,
+    canonical_json,
+    write_text_whole,
+)
 from ckptplan.simulate import plan_recompute_cost, simulate_plan
 from ckptplan.units import format_bytes, format_ms
 
+CERTIFICATE_SCHEMA = "ckptplan.certificate/1"
 _SAME = 1e-9  # relative: the precision of sums of floats
 CROSS_CHECK_BLOCKS = 64  # most blocks for HiGHS without being asked
 
@@ -32,6 +42,9 @@ class Certificate:
         gap: (cost - lower_bound) / cost; 0.0: proved a cheapest plan of all.
         cross_check: "agrees", "disagrees" or "not made" (scipy is missing, there are too many blocks, or no flat plan
             fits): does HiGHS find the same least cost of flat plans?
+        dry_run_peak_bytes: of a step on fake tensors (``verify_plan``); None: not run, or not possible.
+        operator, block, phase: what ran at that peak.
+        measured_peak_bytes: of a real step; None: not measured (yet).
     """
 
     plan_digest: str
@@ -44,6 +57,11 @@ class Certificate:
     lower_bound: float
     gap: float
     cross_check: str
+    dry_run_peak_bytes: int | None = None
+    operator: str | None = None
+    block: str | None = None
+    phase: str | None = None
+    measured_peak_bytes: int | None = None
 
     @property
     def text(self) -> str:
@@ -57,6 +75,12 @@ class Certificate:
             parts.append(f"no flat plan below {self._cost_text(self.flat_lower_bound)}{check}")
         parts.append(f"no plan of any shape below {self._cost_text(self.lower_bound)}")
         parts.append("proved optimal" if self.gap == 0 else f"gap {100 * self.gap:.3g} %")
+        if self.dry_run_peak_bytes is not None:
+            parts.append(
+                f"dry run: {format_bytes(self.dry_run_peak_bytes)} at {self.operator} in {self.block} ({self.phase})"
+            )
+        if self.measured_peak_bytes is not None:
+            parts.append(f"measured peak {format_bytes(self.measured_peak_bytes)}")
         return "; ".join(parts)
 
     def _cost_text(self, cost: float) -> str:
@@ -64,7 +88,11 @@ class Certificate:
 
     def to_json(self) -> str:
         """Canonical text."""
-        return canonical_json(dataclasses.asdict(self)) + "\n"
+        return canonical_json({"schema": CERTIFICATE_SCHEMA, **dataclasses.asdict(self)}) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the certificate as JSON; the file is whole or not there."""
+        write_text_whole(path, self.to_json())
 
 
 def certify(

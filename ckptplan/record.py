@@ -91,6 +91,20 @@ class PlanRecord:
 
 
 @dataclass(slots=True)
+class CertificateRecord:
+    cost: float | None = None  # that recomputation adds to a step, in ms or FLOPs by cost_kind
+    cost_kind: str | None = None
+    lower_bound: float | None = None  # no plan of any shape within the budget costs less
+    flat_lower_bound: float | None = None
+    gap: float | None = None  # (cost - lower_bound) / cost
+    cross_check: str | None = None
+    dry_run_peak_bytes: int | None = None
+    operator: str | None = None  # at the dry run's peak, with block and phase
+    block: str | None = None
+    phase: str | None = None
+
+
+@dataclass(slots=True)
 class BudgetRecord:
     kind: str | None = None
     value: float | int | str | None = None
@@ -182,6 +196,7 @@ class RunResult:
     planner: str | None = None
     profile: ProfileRecord = field(default_factory=ProfileRecord)
     plan: PlanRecord = field(default_factory=PlanRecord)
+    certificate: CertificateRecord = field(default_factory=CertificateRecord)
     model: str | None = None
     data: str | None = None
     device: str | None = None

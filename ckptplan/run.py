@@ -14,7 +14,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,19 @@ from ckptplan.apply import checkpointed
 from ckptplan.benchmark import percentile
 from ckptplan.blocks import BlockSelection, model_fingerprint, select_blocks
 from ckptplan.budget import PlannedRun, StaticBytes, plan_for_budget, static_bytes
+from ckptplan.certificate import Certificate, certify
 from ckptplan.config import PlannerConfig, RunConfig, config_error, config_hash, config_yaml
+from ckptplan.curve import plan_curve
 from ckptplan.data import Batch
 from ckptplan.data.spec import explain_mismatch
 from ckptplan.discovery import find_blocks
+from ckptplan.dry_run import verify_plan
 from ckptplan.equality import RTOL_FLOAT32, RTOL_HALF, mismatch_error
 from ckptplan.errors import (
     BlockDeclarationError,
     CkptplanError,
     ConfigError,
+    DryRunError,
     InfeasibleTargetError,
     PlanIncompatibleError,
     RunInterruptedError,
@@ -51,6 +55,7 @@ from ckptplan.proof import GradientCheck, StepProof, is_out_of_memory, pair_of_m
 from ckptplan.randomness import random_state_restored
 from ckptplan.record import (
     BudgetRecord,
+    CertificateRecord,
     ErrorRecord,
     GradientsRecord,
     LatencyRecord,
@@ -76,7 +81,17 @@ from ckptplan.stopping import StopFlag
 from ckptplan.subject import LossFn, Trials
 from ckptplan.targets import call_partial, instantiate
 from ckptplan.tracking import Tracker, open_tracker
-from ckptplan.training import Position, TrainSettings, TrainSummary, loss_of, make_scaler, to_device, train
+from ckptplan.training import (
+    Position,
+    TrainSettings,
+    TrainSummary,
+    count_targets,
+    loss_of,
+    make_scaler,
+    summed_loss,
+    to_device,
+    train,
+)
 from ckptplan.twin import make_twin
 from ckptplan.units import format_bytes
 
@@ -258,10 +273,12 @@ class _Run:
         stored_plan = None if self.stored is None else self.stored.planned(made_for)
         profile = self.stored_profile(stored_plan, selection) or self.profile(model, selection, batch, runtime)
         planned = self.plan(profile, static, stored_plan)
+        certificate = self.certify(model, planned.plan, profile, batch, runtime)
         if self.config.plan_only:
             self.result.status = "ok" if planned.plan.feasible else "over_budget"
             return
-        self.prove(model, planned.plan, profile, batch, runtime)
+        proof = self.prove(model, planned.plan, profile, batch, runtime)
+        replace(certificate, measured_peak_bytes=proof.peak_bytes).save(self.folder / "certificate.json")
         self.states.begin(trained, stored_form(planned, made_for), self.resolved)
         summary = self.train(trained, planned.plan, schedule, settings, streams)
         self.result.status = self.final_status(planned.plan, summary)
@@ -471,6 +488,32 @@ class _Run:
         plan_table(profile, plan, self.console, planner=self.config.planner.name)
         self._track_plan(profile, plan, cost)
         return planned
+
+    def certify(
+        self, model: nn.Module, plan: CheckpointPlan, profile: ChainProfile, batch: Batch, runtime: Runtime
+    ) -> Certificate:
+        """How good the plan is, by solvers and by a dry run; and the whole trade-off that it is a point of."""
+        certificate = certify(profile, plan)
+        count = max(count_targets(batch), 1)  # a value, which a dry run has none of
+        try:
+            found = verify_plan(model, plan, batch, lambda m, b: summed_loss(m, b, runtime.autocast_dtype) / count)
+            certificate = replace(
+                certificate,
+                dry_run_peak_bytes=found.peak_bytes,
+                operator=found.operator,
+                block=found.block,
+                phase=found.phase,
+            )
+        except DryRunError as error:
+            self.result.notes.append(f"no dry run: {error}")
+        certificate.save(self.folder / "certificate.json")
+        known = {field.name: getattr(certificate, field.name) for field in fields(CertificateRecord)}
+        self.result.certificate = CertificateRecord(**known)
+        log.info("certificate: %s", certificate.text)
+        curve = plan_curve(profile, cost=plan.cost_kind)  # type: ignore[arg-type]
+        curve.save(self.folder / "curve.json")
+        log.info("trade-off: %s", curve.text)
+        return certificate
 
     def _track_plan(self, profile: ChainProfile, plan: CheckpointPlan, cost: PlanCost) -> None:
         rows = [

@@ -26,10 +26,12 @@ from ckptplan.record import (
 
 # The keys of section 7 of the design, written out a second time on purpose.
 DESIGN_KEYS = {
-    "": "schema status error config_hash name planner profile plan model data device dtype seed torch budget memory "
-    "latency gradients training state timing environment notes",
+    "": "schema status error config_hash name planner profile plan certificate model data device dtype seed torch "
+    "budget memory latency gradients training state timing environment notes",
     "profile": "source file measured_s",
     "plan": "text digest solve_s kept recomputed selective optimality_gap",
+    "certificate": "cost cost_kind lower_bound flat_lower_bound gap cross_check dry_run_peak_bytes operator "
+    "block phase",
     "budget": "kind value bytes margin_bytes",
     "memory": "no_checkpoint_predicted_peak_bytes no_checkpoint_measured_peak_bytes predicted_peak_bytes "
     "measured_peak_bytes prediction_error within_budget smallest_reachable_bytes peak_at weights_bytes gradients_bytes "

@@ -21,6 +21,7 @@ import torch
 
 import ckptplan.run as run_module
 from ckptplan.config import config_hash, load_config, resolve
+from ckptplan.curve import PlanCurve
 from ckptplan.errors import ConfigError, NonFiniteError
 from ckptplan.measure import profile_model
 from ckptplan.plan import CheckpointPlan
@@ -148,7 +149,9 @@ class TestEnds:
     def test_the_files_belong_together(self, run) -> None:
         code, result, folder = run("planner=dp", "budget_frac=0.6", "steps=4", "name='a=b, c'")
         assert sorted(p.name for p in folder.iterdir()) == [
+            "certificate.json",
             "config.yaml",
+            "curve.json",
             "metrics.jsonl",
             "plan.json",
             "profile.json",
@@ -167,6 +170,20 @@ class TestEnds:
         assert keys_of(result) >= keys_of(RunResult().to_dict()) - {"/error", "/environment"}
         json.dumps(result, allow_nan=False)
         assert code == 0
+
+    def test_every_run_has_a_certificate_with_its_dry_run_and_the_whole_trade_off(self, run) -> None:
+        _, result, folder = run("planner=dp", "budget_frac=0.6", "steps=1")
+        certificate = json.loads((folder / "certificate.json").read_text())
+        found = result["certificate"]
+        assert {key: certificate[key] for key in found} == found
+        assert certificate["plan_digest"] == result["plan"]["digest"]
+        assert certificate["measured_peak_bytes"] == result["memory"]["measured_peak_bytes"]
+        assert found["cross_check"] == "agrees"
+        assert 0 <= found["lower_bound"] <= found["flat_lower_bound"] <= found["cost"]
+        assert found["operator"].startswith("aten.")
+        assert 0 < found["dry_run_peak_bytes"] <= result["memory"]["measured_peak_bytes"]
+        curve = PlanCurve.load(folder / "curve.json")
+        assert curve.at(result["budget"]["bytes"]).cost <= found["cost"] * (1 + 1e-9)
 
     def test_the_weights_counted_are_those_of_the_model(self, run) -> None:
         _, result, _ = run("plan_only=true")
