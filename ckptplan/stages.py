@@ -8,6 +8,7 @@ autograd engine (knowledge: docs/design.md, section 4).
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -308,13 +309,15 @@ def stage_backward(forward: StageForward, mark: Mark = lambda name: None) -> Sta
 
 
 def count_flops() -> FlopCounterMode:
-    """torch's counter, with the CPU's fused attention added, which it does not know."""
+    """torch's counter, with the CPU's fused attention and recurrent layers added, which it does not know."""
     aten = torch.ops.aten
     return FlopCounterMode(
         display=False,
         custom_mapping={
             aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward_flops,
             aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+            aten.mkldnn_rnn_layer: _rnn_layer_flops,
+            aten.mkldnn_rnn_layer_backward: _rnn_layer_backward_flops,
         },
     )
 
@@ -329,3 +332,14 @@ def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *
     """Five products: the scores again, and the gradients of V, of the scores, of Q and of K."""
     batch, heads, length, width = query
     return 2 * batch * heads * length * key[-2] * (3 * width + 2 * value[-1])
+
+
+def _rnn_layer_flops(inputs: Any, input_weight: Any, hidden_weight: Any, *args: Any, **kwargs: Any) -> int:
+    """One layer in one direction: two products a step, with all gates; shapes (length, batch, width)."""
+    length, batch, _ = inputs
+    return 2 * length * batch * (math.prod(input_weight) + math.prod(hidden_weight))
+
+
+def _rnn_layer_backward_flops(inputs: Any, input_weight: Any, hidden_weight: Any, *args: Any, **kwargs: Any) -> int:
+    """Two products for each of the forward's: the gradients of what comes in and of the weights."""
+    return 2 * _rnn_layer_flops(inputs, input_weight, hidden_weight)

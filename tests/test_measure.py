@@ -301,6 +301,24 @@ def test_flops_of_attention_are_counted_on_a_cpu_too() -> None:
     assert found.backward_flops == 2 * linear + 5 * product
 
 
+@pytest.mark.parametrize(("layers", "directions"), [(1, 1), (2, 1), (1, 2)])
+def test_flops_of_lstms_are_counted_on_a_cpu_too(layers: int, directions: int) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.LSTM(16, 24, layers, batch_first=True, bidirectional=directions == 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)[0]
+
+    batch, length = 2, 8
+    found = profile([nn.Linear(16, 16), Recurrent()], torch.randn(batch, length, 16))[1]
+    widths = [16, *[24 * directions] * (layers - 1)]
+    forward = sum(directions * 2 * batch * length * (4 * 24) * (width + 24) for width in widths)  # four gates
+    assert found.forward_flops == forward
+    assert found.backward_flops == 2 * forward
+
+
 def test_a_convolution_counts_two_operations_per_weight_and_output_pixel() -> None:
     found = profile([nn.Conv2d(4, 4, 1), nn.Conv2d(4, 8, 3, stride=2)], torch.randn(2, 4, 9, 9))[1]
     forward = 2 * (2 * 8 * 4 * 4) * (4 * 3 * 3)
