@@ -66,6 +66,7 @@ def test_the_names_stand_in_data_path_order() -> None:
         "explanation",
         "validate",
         "apply",
+        "dry_run",
         "equality",
         "benchmark",
         "autofit",
