@@ -58,7 +58,7 @@ BUDGET_KEYS = (*BUDGET_KINDS, "budget")
 DEFAULT_BUDGET_FRAC = 0.5
 
 # Keys that do not change what a run computes: they stay out of the config hash.
-UNHASHED_KEYS = ("hydra", "logger", "resume", "state", "name", "output_dir", "sweep", "log_every", "report")
+UNHASHED_KEYS = tuple("hydra logger resume state name output_dir sweep log_every report push_dashboard".split())
 UNHASHED_PROFILE_KEYS = ("cache", "options")
 
 # Groups that leave no key of their own in the composed config.
@@ -118,7 +118,10 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class LoggerConfig:
-    """``kind``: none, csv or wandb. ``mode`` (W&B): offline, auto (online where a key is found), online, disabled."""
+    """``kind``: none, csv, tensorboard or wandb.
+
+    ``mode`` (W&B): offline, auto (online where a key is found), online, disabled.
+    """
 
     kind: str = "wandb"
     project: str = "ckptplan"
@@ -232,6 +235,7 @@ class RunConfig:
     plan_only: bool = False
     report: bool = True
     resume: str | None = None
+    push_dashboard: bool = False
     data: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     blocks: BlocksConfig = field(default_factory=BlocksConfig)
@@ -585,7 +589,7 @@ def _check_choices(config: RunConfig) -> None:
         check_choice("runtime.device", config.runtime.device, ("auto", "cpu", "cuda"))
     check_choice("cost", config.cost, ("time", "flops"))
     check_choice("scheduler.kind", config.scheduler.kind, ("constant", "cosine", "linear"))
-    check_choice("logger.kind", config.logger.kind, ("none", "csv", "wandb"))
+    check_choice("logger.kind", config.logger.kind, ("none", "csv", "tensorboard", "wandb"))
     _check_sweep(config.sweep)
     check_choice("logger.mode", config.logger.mode, ("offline", "auto", "online", "disabled"))
     check_choice("state.mode", config.state.mode, ("auto", "async", "sync", "off"))

@@ -202,7 +202,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocator, of the device or of the host, said that it has no memory left."""
     if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "not enough memory" in str(error)
+    # torch's CPU allocator: "can't allocate memory" on Linux and macOS, "not enough memory" on Windows
+    words = ("can't allocate memory", "not enough memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in words)
 
 
 # --- gradients ---

@@ -124,6 +124,7 @@ def run_job(
     result = RunResult(
         name=config.name, config_hash=config_hash(resolved), planner=config.planner.name, seed=config.seed
     )
+    result.budget = BudgetRecord(config.target.key, config.target.value)
     result.environment = {**environment(), "overrides": " ".join(overrides)}
     logger = config.logger
     tracker = open_tracker(
@@ -132,7 +133,8 @@ def run_job(
         project=logger.project,
         mode=logger.mode,  # type: ignore[arg-type]
         entity=logger.entity,
-        tags=logger.tags,
+        tags=[*logger.tags, config.planner.name, _short_name(config.model)],
+        job_type="plan" if config.plan_only else "train",
     )
     start_s = time.perf_counter()
     with StopFlag() as stop, RunStates(folder, config.state, result.state, result.notes) as states:
@@ -522,6 +524,12 @@ class _Run:
         self.tracker.table("plan", ("block", "decision", "retained_bytes", "recompute_time_ms", "why"), rows)
         levels = [(float(i), level_bytes / 2**20) for i, (_, _, level_bytes) in enumerate(cost.timeline)]
         self.tracker.curve("memory_over_step", ("stage", "MiB"), levels)
+        kept = [(float(i), (d.retained_bytes or 0) / 2**20) for i, d in enumerate(plan.decisions)]
+        self.tracker.curve("plan_strip", ("block", "MiB kept"), kept)
+        if self.config.logger.kind != "none":
+            curve = plan_curve(profile, nested=False, cost=self.config.cost)  # type: ignore[arg-type]
+            points = [(point.peak_bytes / 2**20, float(point.cost)) for point in curve.points]
+            self.tracker.curve("tradeoff", ("peak MiB", "added"), points)
 
     def prove(
         self, model: nn.Module, plan: CheckpointPlan, profile: ChainProfile, batch: Batch, runtime: Runtime

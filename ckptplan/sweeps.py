@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -50,12 +50,14 @@ def run_jobs(
     folder: Path,
     settings: SweepConfig | None = None,
     done: Mapping[int, Result] | None = None,
+    at_end: Callable[[Sequence[tuple[Job, Result]]], None] = lambda pairs: None,
 ) -> list[tuple[Job, Result]]:
     """Run the jobs; the table in ``folder`` grows with each, and is printed at the end.
 
     Args:
         settings: how many at once, how long each, whether a failure stops the rest.
         done: job index -> result of a job that an earlier sweep finished; it is not run.
+        at_end: called with jobs and results after the table, unless the user stopped the sweep.
 
     Returns jobs with their results, in the order of ``jobs``.
     Raises ``CkptplanError`` at the end if a job failed, ``KeyboardInterrupt`` where the user stopped the sweep.
@@ -80,6 +82,7 @@ def run_jobs(
         write_table(rows, [result for _, result in _pairs(jobs, results)], folder)
         print(text_table(rows))
         print(f"{folder / 'results.md'}  results.csv  results.jsonl")
+    at_end(_pairs(jobs, results))
     failed = [row["job"] for row in rows if row["status"] not in FINE_STATUSES]
     if failed:
         not_run = f"; {len(jobs) - len(rows)} were not started" if len(rows) < len(jobs) else ""
@@ -230,7 +233,7 @@ def newest_sweep(root: Path, overrides: Sequence[str]) -> Path | None:
 
 
 def _what_is_run(overrides: Iterable[str]) -> list[str]:
-    return sorted(text for text in overrides if not text.startswith(("sweep.", "logger")))
+    return sorted(text for text in overrides if not text.startswith(("sweep.", "logger", "push_dashboard=")))
 
 
 def set_aside(folder: Path) -> None:

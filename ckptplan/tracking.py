@@ -1,4 +1,4 @@
-"""Weights & Biases, CSV files or nothing, behind one small protocol. No tracker ever stops a run.
+"""Weights & Biases, TensorBoard, CSV files or nothing, behind one small protocol. No tracker ever stops a run.
 
 ``metrics.jsonl`` and ``result.json`` are the record; a tracker is a view of them.
 """
@@ -19,14 +19,15 @@ from typing import Any, Literal, Protocol, cast, get_args
 from urllib.parse import urlparse
 
 from ckptplan.record import METRIC_KEYS, flatten, load_metrics, write_atomic
+from ckptplan.tensorboard_tracker import Cell, Points, TensorBoardTracker, tracked_names
 
 log = logging.getLogger(__name__)
 
-Cell = str | float | int | bool | None
 WandbMode = Literal["offline", "auto", "online", "disabled"]
 
 
 RUN_ID_FILE = Path("wandb", "run_id.txt")
+MOST_TAG_LENGTH = 64  # W&B refuses longer ones
 ONLINE_TIMEOUT_S = 20.0  # W&B's own is 90: long after anybody has stopped to wait
 
 
@@ -45,8 +46,11 @@ class Tracker(Protocol):
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
         """A table, e.g. the plan block by block."""
 
-    def curve(self, name: str, columns: tuple[str, str], points: Sequence[tuple[float, float]]) -> None:
+    def curve(self, name: str, columns: tuple[str, str], points: Points) -> None:
         """A line plot of (x, y) points, e.g. the memory over one step."""
+
+    def curves(self, name: str, columns: tuple[str, str], series: Mapping[str, Points]) -> None:
+        """Several named lines in one plot, e.g. step time against peak of each planner."""
 
     def finish(self, status: str) -> None:
         """End the run; ``status`` is that of the result, anything but "ok" marks it failed."""
@@ -59,7 +63,8 @@ class NoTracker:
     def log(self, row: Mapping[str, float | int | None]) -> None: ...
     def summary(self, result: Mapping[str, Any]) -> None: ...
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None: ...
-    def curve(self, name: str, columns: tuple[str, str], points: Sequence[tuple[float, float]]) -> None: ...
+    def curve(self, name: str, columns: tuple[str, str], points: Points) -> None: ...
+    def curves(self, name: str, columns: tuple[str, str], series: Mapping[str, Points]) -> None: ...
     def finish(self, status: str) -> None: ...
 
 
@@ -90,8 +95,11 @@ class CsvTracker:
         with (self.folder / f"{name.replace('/', '_')}.csv").open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([columns, *rows])
 
-    def curve(self, name: str, columns: tuple[str, str], points: Sequence[tuple[float, float]]) -> None:
+    def curve(self, name: str, columns: tuple[str, str], points: Points) -> None:
         self.table(name, columns, points)
+
+    def curves(self, name: str, columns: tuple[str, str], series: Mapping[str, Points]) -> None:
+        self.table(name, ("line", *columns), [(line, *point) for line, points in series.items() for point in points])
 
     def finish(self, status: str) -> None: ...
 
@@ -119,9 +127,11 @@ class WandbTracker:
         mode: WandbMode = "offline",
         entity: str | None = None,
         tags: Sequence[str] = (),
+        job_type: str | None = None,
     ) -> None:
         self.folder = Path(folder).resolve()
-        self.project, self.mode, self.entity, self.tags = project, mode, entity, tuple(tags)
+        self.project, self.mode, self.entity, self.job_type = project, mode, entity, job_type
+        self.tags = tuple(dict.fromkeys(tag[:MOST_TAG_LENGTH] for tag in tags if tag))
         self._run: Any = None
         self._wandb: Any = None
         self._environment: dict[str, str | None] = {}
@@ -151,8 +161,13 @@ class WandbTracker:
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
         self._run.log({name: self._table(columns, rows)})
 
-    def curve(self, name: str, columns: tuple[str, str], points: Sequence[tuple[float, float]]) -> None:
+    def curve(self, name: str, columns: tuple[str, str], points: Points) -> None:
         self._run.log({name: self._wandb.plot.line(self._table(columns, points), *columns, title=name)})
+
+    def curves(self, name: str, columns: tuple[str, str], series: Mapping[str, Points]) -> None:
+        xs, ys = ([[point[axis] for point in points] for points in series.values()] for axis in (0, 1))
+        title = f"{name}: {columns[1]}"
+        self._run.log({name: self._wandb.plot.line_series(xs, ys, list(series), title=title, xname=columns[0])})
 
     def finish(self, status: str) -> None:
         try:
@@ -178,6 +193,7 @@ class WandbTracker:
             entity=self.entity,
             project=self.project,
             tags=self.tags,
+            job_type=self.job_type,
             name=name,
             group=group,
             id=run_id,
@@ -228,8 +244,11 @@ class GuardedTracker:
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
         self._guard_if_open(f"write the table {name}", lambda: self._tracker.table(name, columns, rows))
 
-    def curve(self, name: str, columns: tuple[str, str], points: Sequence[tuple[float, float]]) -> None:
+    def curve(self, name: str, columns: tuple[str, str], points: Points) -> None:
         self._guard_if_open(f"draw {name}", lambda: self._tracker.curve(name, columns, points))
+
+    def curves(self, name: str, columns: tuple[str, str], series: Mapping[str, Points]) -> None:
+        self._guard_if_open(f"draw {name}", lambda: self._tracker.curves(name, columns, series))
 
     def finish(self, status: str) -> None:
         self._guard_if_open("finish", lambda: self._tracker.finish(status))
@@ -251,13 +270,6 @@ class GuardedTracker:
         return True
 
 
-def tracked_names(row: Mapping[str, float | int | None]) -> dict[str, float | int | None]:
-    """Metrics under their W&B names: all of a step below ``train/``, an evaluation's below ``eval/``."""
-    if "eval/loss" in row:
-        return {"train/step": row["step"], "eval/loss": row["eval/loss"], "eval/seconds": row.get("eval_s")}
-    return {key if "/" in key else f"train/{key}": value for key, value in row.items()}
-
-
 def stored_run_id(folder: Path) -> str:
     """The W&B id of the run in ``folder``: the one it had, else a new one."""
     path = folder / RUN_ID_FILE
@@ -274,46 +286,49 @@ def new_run_id(folder: Path) -> str:
 
 def resolve_mode(mode: WandbMode) -> str:
     """What ``mode`` comes to here: offline, online or disabled; ``online`` without a key is offline, with a warning."""
-    has_key = _has_key()
+    is_known = has_key()
     if mode == "auto":
         wanted = os.environ.get("WANDB_MODE", "")
-        mode = cast(WandbMode, wanted) if wanted in get_args(WandbMode) else "online" if has_key else "offline"
-    if mode == "online" and not has_key:
-        log.warning("W&B has no key for %s: this run is recorded offline. To store one: wandb login", _host())
+        mode = cast(WandbMode, wanted) if wanted in get_args(WandbMode) else "online" if is_known else "offline"
+    if mode == "online" and not is_known:
+        log.warning("W&B has no key for %s: this run is recorded offline. To store one: wandb login", host())
         return "offline"
     return mode
 
 
-def _has_key() -> bool:
+def has_key() -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(_host()) is not None
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host()) is not None
     except (OSError, netrc.NetrcParseError):
         return False
 
 
-def _host() -> str:
+def host() -> str:
     return urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
 
 
 def open_tracker(
-    kind: Literal["none", "csv", "wandb"],
+    kind: Literal["none", "csv", "tensorboard", "wandb"],
     folder: str | Path,
     *,
     project: str = "ckptplan",
     mode: WandbMode = "offline",
     entity: str | None = None,
     tags: Sequence[str] = (),
+    job_type: str | None = None,
 ) -> Tracker:
     """The tracker of ``logger=<kind>`` for the run in ``folder``, guarded: none of its methods raises.
 
     The options are W&B's.
     """
+    options: dict[str, Any] = {"project": project, "mode": mode, "entity": entity, "tags": tags, "job_type": job_type}
     trackers: dict[str, Callable[[], Tracker]] = {
         "none": NoTracker,
         "csv": lambda: CsvTracker(folder),
-        "wandb": lambda: WandbTracker(folder, project=project, mode=mode, entity=entity, tags=tags),
+        "tensorboard": lambda: TensorBoardTracker(folder),
+        "wandb": lambda: WandbTracker(folder, **options),
     }
     if kind not in trackers:
         raise ValueError(f"logger.kind={kind!r} is unknown; expected {', '.join(trackers)}")

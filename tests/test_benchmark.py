@@ -377,6 +377,9 @@ class TestOutOfMemory:
         assert is_out_of_memory(MemoryError())
         assert not is_out_of_memory(RuntimeError("shapes do not match"))
         assert not is_out_of_memory(ValueError("not enough memory"))
+        with pytest.raises(RuntimeError) as refused:
+            torch.empty(2**50, dtype=torch.uint8)
+        assert is_out_of_memory(refused.value)  # what this torch says on this system
 
         def target(out: Tensor) -> Tensor:
             raise RuntimeError("mine")

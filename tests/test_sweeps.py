@@ -364,7 +364,9 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """``-m`` up to the point where the first job would start: the jobs that it would run."""
     jobs: list[Job] = []
 
-    def record(found: list[Job], folder: Path, settings: SweepConfig, done: dict[int, dict[str, Any]]) -> None:
+    def record(
+        found: list[Job], folder: Path, settings: SweepConfig, done: dict[int, dict[str, Any]], at_end: Any
+    ) -> None:
         assert (settings, done) == (SweepConfig(), {})
         jobs.extend(found)
 
@@ -482,7 +484,9 @@ def again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Again:
     """Sweeps in which job 1 fails the first time: what each was asked to run, where, and what it found done."""
     calls: Again = []
 
-    def record(jobs: list[Job], folder: Path, settings: SweepConfig, done: dict[int, dict[str, Any]]) -> None:
+    def record(
+        jobs: list[Job], folder: Path, settings: SweepConfig, done: dict[int, dict[str, Any]], at_end: Any
+    ) -> None:
         calls.append((jobs, folder, done))
         for job in jobs:
             if job.index not in done:

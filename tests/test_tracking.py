@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wandb
 
+import wandb
 from ckptplan.record import RunResult
+from ckptplan.tensorboard_tracker import tracked_names
 from ckptplan.tracking import (
     CsvTracker,
     GuardedTracker,
@@ -29,7 +30,6 @@ from ckptplan.tracking import (
     open_tracker,
     resolve_mode,
     stored_run_id,
-    tracked_names,
     tracking,
 )
 
@@ -331,7 +331,7 @@ def test_no_tracker_writes_nothing_and_an_unknown_one_is_refused(tmp_path: Path)
     with tracking(open_tracker("none", tmp_path), {}) as tracker:
         tracker.log(STEP)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match=r"logger\.kind='wand' is unknown; expected none, csv, wandb"):
+    with pytest.raises(ValueError, match=r"logger\.kind='wand' is unknown; expected none, csv, tensorboard, wandb"):
         open_tracker("wand", tmp_path)  # type: ignore[arg-type]
 
 

@@ -45,7 +45,9 @@ class ProcessLauncher(Launcher):
         self._checked: set[str] = set()
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        from ckptplan.dashboards import push_dashboards, require_dashboards
         from ckptplan.report.page import show_report
+        from ckptplan.sweep_tracking import track_sweep
         from ckptplan.sweeps import Job, finished_jobs, run_jobs, set_aside
 
         setup_globals()
@@ -66,6 +68,11 @@ class ProcessLauncher(Launcher):
             job_folder = one.run or (job_folder if settings.resume else _free(job_folder))
             result = _known_result(one)
             jobs.append(Job(one.index, one.overrides, job_folder, self._command(one, job_folder, shared), result))
+        logger, group = composed[0].config.logger, str(composed[0].config.logger.group or "-".join(folder.parts[-2:]))
+        command = list(self._config.hydra.overrides.task)
+        pushes = composed[0].config.push_dashboard
+        if pushes:
+            require_dashboards(logger)
         done: dict[int, dict[str, Any]] = {}
         if settings.resume:
             found = finished_jobs(jobs, _require_sweep(settings.resume, folder))
@@ -74,8 +81,14 @@ class ProcessLauncher(Launcher):
             for job in jobs:
                 if job.index not in done:
                     set_aside(job.folder)
+
+        def at_end(pairs: Sequence[tuple[Job, dict[str, Any]]]) -> None:
+            track_sweep(pairs, folder, logger, group, command)
+            if pushes:
+                push_dashboards(logger)
+
         try:
-            run_jobs(jobs, folder, settings, done)
+            run_jobs(jobs, folder, settings, done, at_end=at_end)
         finally:
             if composed[0].config.report:
                 show_report(folder)
