@@ -17,6 +17,7 @@ from ckptplan.subject import private_batch
 from ckptplan.trace import exchanged_forwards
 from ckptplan.trees import tensors_in
 from ckptplan.twin import WriteGuard, make_twin
+from ckptplan.wrappers import no_foreign_calls
 
 _SMALLEST_SHARE = 0.1  # of the main list's parameters, of a list beside it
 
@@ -106,7 +107,13 @@ def _record(
     stands = [stand_for(path, module.forward) for path, module in zip(paths, modules, strict=True)]
     guard = WriteGuard(dict(model.named_parameters()))
     try:
-        with random_state_restored(device), torch.no_grad(), exchanged_forwards(modules, stands), guard:
+        with (
+            no_foreign_calls(twin),
+            random_state_restored(device),
+            torch.no_grad(),
+            exchanged_forwards(modules, stands),
+            guard,
+        ):
             loss_fn(twin, private_batch(batch))
     finally:
         guard.restore()

@@ -305,7 +305,8 @@ class _Run:
 
     def build_model(self, data: Any, runtime: Runtime) -> nn.Module:
         model: nn.Module = instantiate(self.config.model, "model")
-        self.result.model, self.result.data = _short_name(self.config.model), _short_name(self.config.data)
+        self.result.model = str(getattr(model, "title", _short_name(self.config.model)))
+        self.result.data = _short_name(self.config.data)
         expects = getattr(model, "expects", None)
         if expects is not None:
             mismatch = explain_mismatch(self.result.model, expects, self.result.data, data.spec)

@@ -21,7 +21,7 @@ from ckptplan.stages import GradientLayout, copies_of, own_copies
 from ckptplan.subject import Subject
 from ckptplan.trees import map_tensors, same, storage_key, tensors_in
 from ckptplan.twin import WriteGuard, computed_weights
-from ckptplan.wrappers import checkpoint_calls, own_calls_message
+from ckptplan.wrappers import no_foreign_calls
 
 Step = Callable[[], Any]  # one forward of the whole model; returns the loss, or the output where there is no loss
 Autocast = tuple[bool, torch.dtype, bool]
@@ -136,15 +136,13 @@ def trace_subject(subject: Subject, *, linked: bool = True) -> ChainTrace:
     before = {name: buffer.detach().clone() for name, buffer in subject.callers_buffers.items()}
     outside = [*subject.outside, *(() if linked else subject.standing_tensors())]
     try:
-        with checkpoint_calls(subject.twin) as calls:
+        with no_foreign_calls(subject.twin):
             trace = trace_chain(
                 subject.names, subject.modules, subject.run_step, outside, subject.device, guard=guard, linked=linked
             )
     finally:
         guard.restore()
         strange = _put_back(subject.callers_buffers, before)
-    if calls:
-        raise BlockDeclarationError(own_calls_message(calls))
     if strange:
         raise BlockDeclarationError(_original_used("the model changes the buffer", strange[0]))
     keys = {storage_key(subject.callers_parameters[name]) for name in guard.saved}

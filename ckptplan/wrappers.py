@@ -18,6 +18,8 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from ckptplan.errors import BlockDeclarationError
+
 _WRAPPERS = ("CheckpointWrapper", "CheckpointImpl")  # PyTorch's and fairscale's
 # An attribute that is True on a module which recomputes -> how its library switches it off.
 _SWITCHES = {
@@ -88,30 +90,64 @@ def is_data_parallel(model: nn.Module) -> bool:
 
 
 @contextmanager
-def checkpoint_calls(model: nn.Module) -> Iterator[list[str]]:
-    """Paths of the submodules that call ``torch.utils.checkpoint.checkpoint`` while the context lasts, each once.
+def no_foreign_calls(model: nn.Module) -> Iterator[None]:
+    """Raise ``BlockDeclarationError`` at the end if ``watched_calls`` found any, whatever else went wrong by then."""
+    found: list[str] = []
+    try:
+        with watched_calls(model) as found:
+            yield
+    except Exception as error:  # such a backward pass meets a graph that is cut at the blocks
+        if found:
+            raise BlockDeclarationError("; ".join(found)) from error
+        raise
+    if found:
+        raise BlockDeclarationError("; ".join(found))
 
-    The interpreter reports every call of a function, so it does not matter under which name the model imported
-    it. Where a profiler or a coverage tool listens already, nothing is watched.
+
+@contextmanager
+def watched_calls(model: nn.Module) -> Iterator[list[str]]:
+    """What in ``model``, or in the loss around it, keeps it from being measured as a chain: a sentence each, once.
+
+    These are calls of ``torch.utils.checkpoint.checkpoint``, by submodule, and backward passes within the step. The
+    interpreter reports every call of a function, so it does not matter under which name it was imported. Where a
+    profiler or a coverage tool listens already, nothing is watched.
     """
     found: list[str] = []
     if sys.getprofile() is not None:
         yield found
         return
-    wanted = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
+    recomputes = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
+    backward_calls = {
+        torch.autograd.grad.__code__: "torch.autograd.grad",
+        torch.autograd.backward.__code__: "backward()",
+    }
     paths = {id(module): path for path, module in model.named_modules()}
+    callers: list[str] = []
 
     def listen(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code is wanted:
-            path = _calling_module(frame, paths)
-            if path not in found:
-                found.append(path)
+        if event != "call":
+            return
+        if frame.f_code is recomputes:
+            callers.append(_calling_module(frame, paths))
+        elif frame.f_code in backward_calls:
+            found.append(_backward_message(backward_calls[frame.f_code]))
 
     sys.setprofile(listen)
     try:
         yield found
     finally:
         sys.setprofile(None)
+        if callers:
+            found.append(_own_calls_message(list(dict.fromkeys(callers))))
+        found[:] = dict.fromkeys(found)
+
+
+def _backward_message(function: str) -> str:
+    return (
+        f"the loss calls {function} (a gradient penalty, a meta-learning step), so its own backward pass is part of the "
+        "step, which is not measured: profile with the loss without that part; the plan made for it gives exact "
+        "second-order gradients too, while the peak is higher than predicted"
+    )
 
 
 def _calling_module(frame: FrameType | None, paths: dict[int, str]) -> str:
@@ -144,8 +180,7 @@ def plainness_faults(model: nn.Module) -> list[str]:
     return [f"something else recomputes in the model already: {found[0]}{more}"]
 
 
-def own_calls_message(paths: list[str]) -> str:
-    """What to tell where ``checkpoint_calls`` found some."""
+def _own_calls_message(paths: list[str]) -> str:
     named = ", ".join(path or "the model's own forward" for path in paths)
     return (
         f"something else recomputes in the model already: torch.utils.checkpoint is called by {named}; take the call "

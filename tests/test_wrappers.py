@@ -21,7 +21,7 @@ from ckptplan.autofit import fit
 from ckptplan.errors import BlockDeclarationError, PlanIncompatibleError
 from ckptplan.measure import profile_model
 from ckptplan.plan import CheckpointPlan
-from ckptplan.wrappers import checkpoint_calls, compiled_part, foreign_checkpoints
+from ckptplan.wrappers import compiled_part, foreign_checkpoints, watched_calls
 
 
 class Layer(nn.Module):
@@ -118,12 +118,12 @@ def test_calls_under_whatever_name_are_refused_with_the_caller(model: nn.Module,
 
 def test_a_plain_model_calls_none_and_a_listening_profiler_is_left_alone() -> None:
     model = Net(calls=True)
-    with checkpoint_calls(model) as found:
+    with watched_calls(model) as found:
         Net()(torch.randn(2, 8))
     assert found == []
     sys.setprofile(listener := lambda *_: None)
     try:
-        with checkpoint_calls(model) as found:
+        with watched_calls(model) as found:
             model(torch.randn(2, 8))
         assert sys.getprofile() is listener
     finally:

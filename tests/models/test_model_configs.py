@@ -27,7 +27,9 @@ def chosen(config: DictConfig) -> tuple[str, str]:
 
 
 def test_the_lists_of_choices_in_the_messages_are_the_files_of_conf() -> None:
-    for group, names in (("model", KIND_OF_MODEL), ("data", [name for kind in DATA_OF_KIND.values() for name in kind])):
+    of_any_kind = ["hf", "custom"]
+    names_of_data = [name for kind in DATA_OF_KIND.values() for name in kind]
+    for group, names in (("model", [*KIND_OF_MODEL, *of_any_kind]), ("data", names_of_data)):
         assert sorted(path.stem for path in (CONF / group).glob("*.yaml")) == sorted(names)
 
 
