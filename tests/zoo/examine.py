@@ -56,7 +56,7 @@ def examine(entry: Entry) -> Verdict:
     model, batch = made(entry)
     loss_fn = entry.profile_loss_fn or entry.loss_fn
     try:
-        profile = profile_model(model, entry.blocks, batch, entry.loss_fn, num_warmup=0, num_trials=1, selective=True)
+        profile = profile_model(model, entry.blocks, batch, loss_fn, num_warmup=0, num_trials=1, selective=True)
     except (BlockDeclarationError, UnsupportedBoundaryError) as error:
         return Verdict(refused=str(error))
     verdict = Verdict(kept={b.block_id: b.exclusion_reason for b in profile if b.exclusion_reason is not None})

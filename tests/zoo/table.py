@@ -11,10 +11,12 @@ from tests.zoo.examine import Verdict, examine
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 HEAD = """# The zoo
 
-Models with what makes recomputation hard, each planned by `dp` and `optimal` at the most, the middle and the least budget. Where one runs, losses, gradients,
-parameters, buffers, counters and random streams after two training steps, a training forward without gradients and an evaluation are the same bits
-as without a plan (CPU, float32), and the error is the largest difference between predicted and measured peak over all its plans. What is refused is refused while it
-is profiled, before anything trains. `tests/zoo/test_zoo.py` holds every row true; `python -m tests.zoo.table` wrote this page.
+Models with what makes recomputation hard, each planned by `dp` and `optimal` at the most, the middle and the least
+budget. Where one runs, losses, gradients, parameters, buffers, counters and random streams after two training steps, a
+training forward without gradients and an evaluation are the same bits as without a plan (CPU, float32), and the error
+is the largest difference between predicted and measured peak over all its plans. What is refused is refused while it
+is profiled, before anything trains. `tests/zoo/test_zoo.py` holds every row true; `python -m tests.zoo.table` wrote
+this page.
 
 | model | what is hard about it | outcome | plans | largest error |
 | --- | --- | --- | --- | --- |
