@@ -144,7 +144,7 @@ def watched_calls(model: nn.Module) -> Iterator[list[str]]:
 
 def _backward_message(function: str) -> str:
     return (
-        f"the loss calls {function} (a gradient penalty, a meta-learning step), so a backward pass is part of the step, "
+        f"the loss calls {function} (a gradient penalty, a meta-learning step), so a backward is part of the step, "
         "which is not measured: profile with the loss without that part; the plan made for it gives exact "
         "second-order gradients too, while the peak is higher than predicted"
     )
