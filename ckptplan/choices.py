@@ -86,6 +86,9 @@ def find_choices(kind: Kind, how: Measuring) -> Choices:
     """The options of a kind whose kept run was measured: those that no other one beats in bytes and in FLOPs."""
     if not kind.differentiable:
         return Choices(refused="no gradient flows through its output, so it saves nothing")
+    if kind.call.first.graph_kept_in is not None:
+        name = kind.call.first.graph_kept_in
+        return Choices(refused=f"it keeps a tensor with its graph in {name!r}, which lives on beside what is measured")
     run_block = _run_block(kind, how.device)
     with random_state_restored(how.device):
         refused = why_not_replayed(kind.module, run_block)

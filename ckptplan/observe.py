@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode  # pinned by tests/test_memory.py
 
 from ckptplan.blocks import is_library
 from ckptplan.randomness import library_state, set_torch_state, torch_state
@@ -46,11 +47,18 @@ _FIRST_RTOL_HALF = 1e-1
 
 @dataclass(frozen=True)
 class Observation:
-    """``exclusion_reason`` is None where a recomputation gives exactly what the forward gave."""
+    """What a block's forward does besides computing.
+
+    Attributes:
+        exclusion_reason: None where a recomputation gives exactly what the forward gave.
+        data_sizes: elements of all that operators gave whose size depends on data (which tokens an expert gets): with
+            other sizes the same block takes other memory.
+    """
 
     draws_random: bool
     mutated_buffers: tuple[str, ...]
     exclusion_reason: str | None
+    data_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,13 +80,29 @@ def observe(module: nn.Module, call: BlockCall, run: Callable[..., Any], device:
     ``module`` must be a twin: its buffers and attributes are changed.
     """
     settled = {name: b.detach().clone() for name, b in module.named_buffers(remove_duplicate=False)}
-    one = _run_from(call.first.buffers, module, call, run, device)
+    sizes = _DataSizes()
+    with sizes:
+        one = _run_from(call.first.buffers, module, call, run, device)
     two = _run_from(call.first.buffers, module, call, run, device)
     mutated = {*call.first.changed, *one.mutated, *two.mutated}
     if mutated:  # a forward may do something else once its buffers have changed
         mutated |= _run_from(settled, module, call, run, device).mutated
     names = [name for name, _ in module.named_buffers(remove_duplicate=False)]
-    return Observation(one.draws, tuple(n for n in names if n in mutated), _reason(call, one, two))
+    return Observation(one.draws, tuple(n for n in names if n in mutated), _reason(call, one, two), tuple(sizes.found))
+
+
+class _DataSizes(TorchDispatchMode):
+    """Notes how large the outputs are whose sizes depend on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if torch.Tag.dynamic_output_shape in func.tags:
+            self.found += [t.numel() for t in tensors_in(output)]
+        return output
 
 
 def _run_from(

@@ -218,6 +218,7 @@ def trace_chain(
             trace.calls.append(call)
             already = set(guard.saved)
             call.first = first_runs[index]
+            unchanged = {id(t): t._version for t in tensors_in((args, kwargs))}
             output = original(*args, **kwargs)
             _note_changes(call.first, modules[index])
             call.first.written = tuple(name for name in guard.saved if name not in already)
@@ -225,7 +226,7 @@ def trace_chain(
             call.passed, call.views = _handed_through(output, boundary)
             without_graph = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors_in(output)}
             call.output = map_tensors(output, lambda t: without_graph[id(t)])
-            cut = last_output = _cut(output, args, kwargs)
+            cut = last_output = _cut(output, {id(t) for t in tensors_in(output) if unchanged.get(id(t)) == t._version})
             previous = list({id(t): t for t in tensors_in(cut)}.values())
             versions = [t._version for t in previous]
             edges.append([_edge(t) for t in previous if t.grad_fn is not None])
@@ -442,9 +443,8 @@ def _recorded(
     )
 
 
-def _cut(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The output without its graph; what the block handed through stays the same object."""
-    passed = {id(t) for t in tensors_in((args, kwargs))}
+def _cut(output: Any, passed: set[int]) -> Any:
+    """The output without its graph; what the block handed through as it was stays the same object."""
     fresh = list({id(t): t for t in tensors_in(output) if id(t) not in passed}.values())
     detached = [t.detach().requires_grad_(t.requires_grad) for t in fresh]
     copies = {id(old): new for old, new in zip(fresh, own_copies(detached), strict=True)}

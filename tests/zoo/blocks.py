@@ -194,9 +194,18 @@ class WritesAside(Mlp):
 
 
 class InPlaceOnInput(Mlp):
+    """An activation that overwrites what the block was given."""
+
     def forward(self, x: Tensor) -> Tensor:
-        y = self.branch(x)
-        return x.mul_(0.9).add_(y)
+        x = F.relu(x, inplace=True)
+        return x + self.branch(x)
+
+
+class AddsToInput(Mlp):
+    """Gives back the tensor that it was given, changed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.branch(x.clone()))
 
 
 class InPlaceInside(Mlp):

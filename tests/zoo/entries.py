@@ -373,6 +373,12 @@ ENTRIES = [
     ),
     Entry("side channel", "a tensor goes past the chain in a dict", side_channel, kept="attribute 'place'"),
     Entry(
+        "in place, the same tensor",
+        "the input comes back changed",
+        stack(kind.AddsToInput),
+        kept="changes its own input",
+    ),
+    Entry(
         "in place on its input",
         "the kept input would be wrong",
         stack(kind.InPlaceOnInput),
