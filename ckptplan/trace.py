@@ -19,7 +19,7 @@ from ckptplan.errors import BlockDeclarationError, UnsupportedBoundaryError
 from ckptplan.randomness import torch_state
 from ckptplan.stages import GradientLayout, copies_of, own_copies
 from ckptplan.subject import Subject
-from ckptplan.trees import map_tensors, same, storage_key, tensors_in
+from ckptplan.trees import map_tensors, same, storage_key, tensors_anywhere, tensors_in
 from ckptplan.twin import WriteGuard, computed_weights
 from ckptplan.wrappers import no_foreign_calls
 
@@ -219,7 +219,9 @@ def trace_chain(
             already = set(guard.saved)
             call.first = first_runs[index]
             unchanged = {id(t): t._version for t in tensors_in((args, kwargs))}
+            held = {id(t) for t in tensors_anywhere((args, kwargs))}
             output = original(*args, **kwargs)
+            _require_no_graph_left(names[index], args, kwargs, held)
             _note_changes(call.first, modules[index])
             call.first.written = tuple(name for name in guard.saved if name not in already)
             _require_own_parameters(output, callers, f"block {names[index]!r}")
@@ -247,6 +249,19 @@ def trace_chain(
         _require_used_by_blocks_only(result, edges, names)
     _note_shared_buffers(trace, names, modules)
     return trace
+
+
+def _require_no_graph_left(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], held: set[int]) -> None:
+    """A cache that is filled while training: what is put there hangs on this step's graph and reaches other blocks."""
+    for label, argument in (*enumerate(args), *kwargs.items()):
+        inside = {id(t) for t in tensors_in(argument)}
+        left = [t for t in tensors_anywhere(argument) if id(t) not in held | inside and t.grad_fn is not None]
+        if left:
+            raise UnsupportedBoundaryError(
+                f"block {name!r} leaves tensors with their graph in its argument {label!r} (a "
+                f"{type(argument).__name__}), where they reach others past what the block returns. If it is a "
+                "key-value cache: that is for generation, call the model with use_cache=False"
+            )
 
 
 @contextmanager

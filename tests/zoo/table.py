@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.zoo.entries import ENTRIES, Entry
 from tests.zoo.examine import Verdict, examine
+from tests.zoo.transformers_models import TRANSFORMERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 HEAD = """# The zoo
@@ -40,7 +41,7 @@ def first_clause(text: str) -> str:
 
 def main() -> None:
     rows = []
-    for entry in ENTRIES:
+    for entry in [*ENTRIES, *TRANSFORMERS]:
         rows.append(row(entry, examine(entry)))
         print(rows[-1], file=sys.stderr, flush=True)
     PAGE.write_text(HEAD + "\n".join(rows) + "\n", encoding="utf-8")
