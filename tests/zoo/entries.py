@@ -417,7 +417,6 @@ ENTRIES = [
         "one layer twice",
         "a module that runs two times",
         lambda: (OneLayerTwice(*(kind.Mlp() for _ in range(3))), rows()),
-        refused="runs again after",
     ),
     Entry(
         "decoder with a mask",
