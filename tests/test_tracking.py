@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import wandb
+
 from ckptplan.record import RunResult
 from ckptplan.tensorboard_tracker import tracked_names
 from ckptplan.tracking import (
