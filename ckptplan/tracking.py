@@ -79,11 +79,13 @@ class CsvTracker:
         self._metrics = self.folder / "metrics.csv"
 
     def start(self, config: Mapping[str, Any], name: str | None = None, group: str | None = None) -> None:
-        self._metrics.unlink(missing_ok=True)
-        self._append([METRIC_KEYS])
-        if (self.folder / "metrics.jsonl").exists():
-            for row in load_metrics(self.folder):
-                self.log(row)
+        is_recorded = (self.folder / "metrics.jsonl").exists()
+        if is_recorded:
+            self._metrics.unlink(missing_ok=True)
+        if not self._metrics.exists():
+            self._append([METRIC_KEYS])
+        for row in load_metrics(self.folder) if is_recorded else ():
+            self.log(row)
 
     def log(self, row: Mapping[str, float | int | None]) -> None:
         self._append([[row.get(key) for key in METRIC_KEYS]])

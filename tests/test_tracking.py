@@ -327,6 +327,18 @@ def test_csv_files_have_a_column_per_metric_and_empty_cells_for_the_unknown(tmp_
     assert (tmp_path / "memory_timeline.csv").read_text().split() == ["event,bytes", "0,5"]
 
 
+def test_csv_metrics_of_a_run_that_goes_on_are_those_up_to_its_state(tmp_path: Path) -> None:
+    with tracking(open_tracker("csv", tmp_path), {}) as tracker:
+        tracker.log({"step": 1, "train/loss": 2.5})
+        tracker.log({"step": 2, "train/loss": 2.0})
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.5}\n')
+    tracker = CsvTracker(tmp_path)
+    tracker.start({})
+    tracker.log({"step": 2, "train/loss": 1.75})
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        assert [(row["step"], row["train/loss"]) for row in csv.DictReader(file)] == [("1", "2.5"), ("2", "1.75")]
+
+
 def test_no_tracker_writes_nothing_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
     with tracking(open_tracker("none", tmp_path), {}) as tracker:
         tracker.log(STEP)
