@@ -15,9 +15,10 @@ from ckptplan.choices import Choices, Measuring, find_choices, same_choices, tim
 from ckptplan.errors import NoDifferentiableOutputError
 from ckptplan.kinds import Kind, activation_bytes, block_forward, time_again
 from ckptplan.profiles import BlockProfile
+from ckptplan.signatures import value_signature
 from ckptplan.stages import StageForward, time_stage
 from ckptplan.subject import Subject, Trials
-from ckptplan.trace import BlockCall, value_signature
+from ckptplan.trace import BlockCall
 
 
 @dataclass

@@ -18,6 +18,7 @@ from ckptplan.observe import Observation, observe
 from ckptplan.profiles import StageCost
 from ckptplan.randomness import torch_state
 from ckptplan.recompute import Guards, buffer_slots, run_on_copies, run_recomputed
+from ckptplan.signatures import value_signature
 from ckptplan.stages import (
     GradientLayout,
     Mark,
@@ -29,7 +30,7 @@ from ckptplan.stages import (
     stage_flops,
     time_stage,
 )
-from ckptplan.trace import BlockCall, autocast_as, forget_graphs, value_signature
+from ckptplan.trace import BlockCall, autocast_as, forget_graphs
 from ckptplan.trees import array_hash, distinct_storages, storage_key, tensors_in
 
 

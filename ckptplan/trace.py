@@ -17,6 +17,7 @@ from torch import nn
 from ckptplan.blocks import is_called_with
 from ckptplan.errors import BlockDeclarationError, UnsupportedBoundaryError
 from ckptplan.randomness import torch_state
+from ckptplan.signatures import call_signature
 from ckptplan.stages import GradientLayout, copies_of, own_copies
 from ckptplan.subject import Subject
 from ckptplan.trees import map_tensors, same, storage_key, tensors_anywhere, tensors_in
@@ -454,7 +455,7 @@ def _recorded(
     own_boundary = [cut[id(t)] for t in boundary]
     inside = {id(t) for t in own_boundary}
     return BlockCall(
-        own_args, own_kwargs, own_boundary, autocast=autocast, signature=_signature(own_args, own_kwargs, inside)
+        own_args, own_kwargs, own_boundary, autocast=autocast, signature=call_signature(own_args, own_kwargs, inside)
     )
 
 
@@ -464,32 +465,3 @@ def _cut(output: Any, passed: set[int]) -> Any:
     detached = [t.detach().requires_grad_(t.requires_grad) for t in fresh]
     copies = {id(old): new for old, new in zip(fresh, own_copies(detached), strict=True)}
     return map_tensors(output, lambda t: copies.get(id(t), t))
-
-
-def _signature(args: tuple[Any, ...], kwargs: dict[str, Any], inside: set[int]) -> str:
-    seen: dict[int, int] = {}
-
-    def describe(t: torch.Tensor) -> str:
-        first = seen.setdefault(id(t), len(seen))
-        origin = "in" if id(t) in inside else "out"
-        flags = "grad" if t.requires_grad else "no-grad"
-        return f"<{first}:{origin}:{tensor_signature(t)}:{t.stride()}:{flags}>"
-
-    return repr(map_tensors((args, kwargs), lambda t: _Text(describe(t))))
-
-
-class _Text(str):
-    """Text that prints without quotes inside a container's repr."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def tensor_signature(tensor: torch.Tensor) -> str:
-    """Such as ``float32[8,128,64]``."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(map(str, tensor.shape))}]"
-
-
-def value_signature(value: Any) -> str:
-    """The shapes of all tensors of a value, with its nesting."""
-    return repr(map_tensors(value, lambda t: _Text(tensor_signature(t))))

@@ -17,7 +17,8 @@ PACKAGE = Path(ckptplan.__file__).parent
 # Every file, from the ground up; "planners" is planners/__init__.py.
 ORDER = """
 errors units console config record graph options
-randomness runtime optim trees wrappers blocks memory recompute replay twin subject profiles selective stages operators
+randomness runtime optim trees wrappers blocks memory recompute replay twin subject profiles selective stages signatures
+operators
 trace discovery observe kinds choices regions tied assembly skeleton flow measure
 plan gaps targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
 planners.options planners.stairs planners.stretches planners.nested planners.milp
