@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from ckptplan.blocks import CheckpointableBlock, call_block, declare_blocks, is_called_with
@@ -240,6 +241,7 @@ class _FirstForward(_PlannedForward):
         self.module = patch._modules[blocks_of([node])[0]]
         self.patch, self.node, self.segment = patch, node, segment
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.patch.run(self.node, _Arguments(args, kwargs))
         self.segment.start(output)
@@ -252,6 +254,7 @@ class _LaterForward(_PlannedForward):
     def __init__(self, module: nn.Module, segment: _Segment, name: str) -> None:
         self.module, self.segment, self.name = module, segment, name
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.segment.hand_through(self.name, args, kwargs)
 
@@ -262,6 +265,7 @@ class _InTurn(_PlannedForward):
     def __init__(self, module: nn.Module, forwards: Sequence[_PlannedForward | None]) -> None:
         self.module, self.forwards, self.calls = module, tuple(forwards), 0
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         planned = self.forwards[self.calls] if self.calls < len(self.forwards) else None
         self.calls += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -176,6 +177,29 @@ class TestCompiled:
             profile_model(model, "layers.*", torch.randn(4, 8), loss_fn)
         with pytest.raises(PlanIncompatibleError, match=message):
             checkpointed(model, PLAN)
+
+    # the compiler itself looks at the gradient of a tensor that is no leaf, where compiled code begins after a block
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
+    @pytest.mark.parametrize("how", ["whole", "in place", "each block"])
+    def test_compiled_afterwards_it_is_the_same_training(self, how: str) -> None:
+        """B24: the stated order is the plan first; compiled code stops at planned blocks, which run as they are."""
+        plain, batch = Net(), torch.randn(4, 8)
+        planned = copy.deepcopy(plain)
+        with checkpointed(planned, PLAN):
+            run: nn.Module = planned
+            if how == "whole":
+                run = torch.compile(planned, backend="eager")
+            elif how == "in place":
+                planned.compile(backend="eager")
+            else:
+                for layer in planned.layers:
+                    layer.compile(backend="eager")
+            for _ in range(2):
+                losses = [loss_fn(one, batch) for one in (run, plain)]
+                for loss in losses:
+                    loss.backward()
+                assert torch.equal(*losses)
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(planned.parameters(), plain.parameters(), strict=True))
 
 
 def test_a_data_parallel_wrapper_is_refused_with_the_remedy() -> None:
