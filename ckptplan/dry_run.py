@@ -217,19 +217,19 @@ class _Following(checkpointed):
         self.places = places
 
     def _call(self, index: int, value: Any) -> Any:
-        block = self.blocks[index]
-        is_last = index == len(self.blocks) - 1
-        return self.places.run(block.block_id, is_last, lambda: super(_Following, self)._call(index, value))
+        names = self.plan.block_ids  # one per call of a block
+        is_last = index == len(names) - 1
+        return self.places.run(names[index], is_last, lambda: super(_Following, self)._call(index, value))
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Kept blocks are not patched: their own calls tell. So does what comes into the first block."""
         handles = []
-        last = len(self.blocks) - 1
+        last = len(self.plan.block_ids) - 1
         for node in self.plan.nodes:
             if isinstance(node, Keep):
-                block, is_last = self.blocks[node.block], node.block == last
-                handles += self._kept(block.module, block.block_id, is_last)
+                module, name = self._modules[node.block], self.plan.block_ids[node.block]
+                handles += self._kept(module, name, node.block == last)
         first = self.blocks[0].module
         handles.append(first.register_forward_pre_hook(lambda m, a, k: self.places.on_input((a, k)), with_kwargs=True))
         try:

@@ -16,12 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptplan.apply import apply_plan, checkpointed
 from ckptplan.blocks import declare_blocks
+from ckptplan.dry_run import verify_plan
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.measure import profile_model
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import plan_checkpoints
 from ckptplan.profiles import ChainProfile, modules_of
-from tests.flow_models import OneLayer, token_loss
+from ckptplan.simulate import simulate_plan
+from tests.flow_models import CASES, OneLayer, token_loss
 
 
 class Adapter(nn.Module):
@@ -146,6 +148,17 @@ def test_every_forward_begins_anew_also_after_one_that_was_broken_off() -> None:
         ran.clear()
         assert same(gradients(model, x), plain)
     assert len(ran) == 3  # twice in the forward, the second call once more in the backward
+
+
+def test_a_dry_run_counts_every_call() -> None:
+    """Live storages, here on fake tensors and in the profile on real ones."""
+    torch.manual_seed(0)
+    case = CASES["Shared"]()
+    profile = profile_model(case.model, case.paths, case.batch, case.loss, num_warmup=0, num_trials=1, memory="live")
+    for plan_text in ("K0 K1 K2 K3 K4", "R(0) R(1) R(2) R(3) R(4)", "K0 R(1) R(2) K3 K4"):
+        plan = CheckpointPlan.from_text(plan_text, profile)
+        found = verify_plan(case.model, plan, case.batch, case.loss)
+        assert found.peak_bytes == simulate_plan(profile, plan).peak_bytes
 
 
 def test_calls_beyond_those_planned_are_kept() -> None:
