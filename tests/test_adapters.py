@@ -1,16 +1,11 @@
-"""C04, B09, B11: frozen bases, a shared block, unused parameters; a plan is in force under data parallel too."""
+"""C04, B09: frozen bases, a shared block, unused parameters, under every plan (two processes: test_apply.py)."""
 
 from __future__ import annotations
 
 import copy
-import socket
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from ckptplan.apply import checkpointed
@@ -76,39 +71,3 @@ def test_on_one_process_adapters_get_their_gradients_and_frozen_parts_none(recom
         assert (gradient is None) == (found[name] is None), name
         assert gradient is None or torch.equal(gradient, found[name]), name
     assert counts[0] == counts[1] != []
-
-
-def run_rank(rank: int, port: int, plan_first: bool, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    model, batch = made()
-    fired = counted(model)
-    patch = checkpointed(model, CheckpointPlan.from_text("R(0) R(1) R(2)", IDS))
-    if plan_first:
-        patch.permanent()
-    parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    if not plan_first:
-        patch.permanent()
-    for _ in range(2):
-        parallel.zero_grad()
-        parallel(batch[rank * 4 : rank * 4 + 4]).square().mean().backward()
-    torch.save({"gradients": gradients(model), "fired": len(fired)}, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("plan_first", [True, False])
-def test_on_two_processes_gradients_are_those_of_the_whole_batch(plan_first: bool, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run_rank, (port, plan_first, str(tmp_path)), nprocs=2)
-    found: list[dict[str, Any]] = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    model, batch = made()
-    model(batch).square().mean().backward()
-    for name, expected in gradients(model).items():
-        if not name.startswith("layers") or "base" in name:
-            continue
-        first, second = (rank["gradients"][name] for rank in found)
-        assert torch.equal(first, second), name
-        assert torch.allclose(first, expected, rtol=0, atol=1e-6), name
-    assert [rank["fired"] for rank in found] == [2, 2]
