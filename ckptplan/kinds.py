@@ -236,10 +236,10 @@ def _measure_guards(kind: Kind, device: torch.device, memory: str) -> None:
     _measure_run_in_backward(kind, device, make_meter(device, memory))
     if slots:
         on_copies = functools.partial(run_on_copies, kind.module, slots, starts)
-        kind.replay_copy_bytes = (
-            stage_bytes(block_forward(kind, device, None, on_copies), make_meter(device, memory)).saved_bytes
-            - kind.keep.saved_bytes
-        )
+        forward = block_forward(kind, device, None, on_copies)
+        on_copies_bytes = stage_bytes(forward, make_meter(device, memory)).saved_bytes
+        # A block that replaces its buffer holds the new one after a plain run, and none after a run on copies.
+        kind.replay_copy_bytes = max(0, on_copies_bytes - kind.keep.saved_bytes)
 
 
 def _measure_run_in_backward(kind: Kind, device: torch.device, meter: MemoryMeter) -> None:
