@@ -33,7 +33,7 @@ from ckptplan.config import (
 )
 from ckptplan.console import DISK_FULL, lasting_output
 from ckptplan.errors import CkptplanError, ConfigError
-from ckptplan.jobs import EXIT_BAD_CONFIG
+from ckptplan.jobs import EXIT_BAD_CONFIG, end_with_launcher
 from ckptplan.runs import AUTO, find_run, find_same, merge_typed, typed_value, without
 from ckptplan.sweeps import SweepTerminated, newest_sweep
 
@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 def train_main() -> NoReturn:
     """``python train.py``: one run, or with ``-m`` one run per job."""
+    end_with_launcher()
     sys.exit(main(sys.argv[1:]))
 
 

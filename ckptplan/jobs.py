@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,6 +24,8 @@ log = logging.getLogger(__name__)
 EXIT_BAD_CONFIG = 2
 STOP_GRACE_S = 30.0  # what a job gets to end after a signal before it is killed
 CONSOLE_FILE = "console.log"
+LAUNCHER_VARIABLE = "CKPTPLAN_LAUNCHER_PID"  # environment of a job: who waits for it
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,19 @@ def stop_jobs(running: Sequence[RunningJob], signal_number: int) -> list[tuple[J
     return [(one.job, complete(one.job, "interrupted", error)) for one in running]
 
 
+def end_with_launcher() -> None:
+    """In a job of a sweep: end as after SIGTERM when the launcher has died, also by ``kill -9`` (Linux).
+
+    Without it the job would go on beside those of the sweep's next call, in the same folders.
+    """
+    launcher = os.environ.pop(LAUNCHER_VARIABLE, None)  # not for processes that the job starts
+    if launcher is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != int(launcher):  # it died before we asked
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def stop(processes: Sequence[subprocess.Popen[bytes]], signal_number: int) -> None:
     """Ask the processes to end, wait ``STOP_GRACE_S`` for all, then kill what is left, with their children."""
     for process in processes:
@@ -197,6 +214,7 @@ def _environment(device: int | None) -> dict[str, str]:
     paths = [package_root, os.environ.get("PYTHONPATH", "")]
     environment = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    environment[LAUNCHER_VARIABLE] = str(os.getpid())
     if device is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(device)
     return environment

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -69,3 +73,51 @@ def test_what_a_killed_job_leaves_behind_is_ended(tmp_path: Path) -> None:
     job = make_job(tmp_path, program)
     run_in_process(job)
     assert _is_gone(int((job.folder / "child").read_text()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_job_ends_when_its_launcher_is_killed(tmp_path: Path, is_early: bool) -> None:
+    """Whether the launcher dies before or after the job has asked to be told."""
+    from tests.test_sweeps import _is_gone
+
+    job = """
+    import os, pathlib, sys, time
+    folder = pathlib.Path(sys.argv[1])
+    (folder / "pid").write_text(str(os.getpid()))
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+    from ckptplan.jobs import end_with_launcher
+    end_with_launcher()
+    (folder / "asked").touch()
+    time.sleep(60)
+    """
+    launcher = f"""
+    import pathlib
+    from ckptplan.jobs import run_in_process
+    from tests.test_sweeps import make_job
+    run_in_process(make_job(pathlib.Path({str(tmp_path)!r}), {job!r}))
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(launcher)])
+    try:
+        folder = make_job(tmp_path, job).folder
+        _wait_for(folder / "pid")
+        if not is_early:
+            (folder / "go").touch()
+            _wait_for(folder / "asked")
+    finally:
+        process.kill()
+        process.wait()
+    (folder / "go").touch()
+    deadline_s = time.monotonic() + 20
+    while not _is_gone(int((folder / "pid").read_text())):
+        assert time.monotonic() < deadline_s, "the job goes on without its launcher"
+        time.sleep(0.02)
+    assert (folder / "asked").exists() != is_early
+
+
+def _wait_for(path: Path) -> None:
+    deadline_s = time.monotonic() + 20
+    while not (path.exists() and (path.name != "pid" or path.read_text())):
+        assert time.monotonic() < deadline_s, path
+        time.sleep(0.02)
