@@ -14,7 +14,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -42,6 +42,7 @@ EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 FINE_IN_A_SWEEP = (0, 3, 4, 5)  # exit codes that are an answer: ok, infeasible, over_budget, oom
 
 log = logging.getLogger(__name__)
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 def train_main() -> NoReturn:
@@ -75,10 +76,8 @@ def _run_told(arguments: Sequence[str]) -> int:
     """The exit code, errors told in one message each."""
     try:
         return _run_hydra(list(arguments))
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        print(f"error: {_disk_full_message(error)}", file=sys.stderr)
+    except OSError as error:  # of files that Hydra or a launcher wants; a run tells its own
+        print(f"error: {_file_message(error)}", file=sys.stderr)
         return EXIT_FAILED
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -293,6 +292,8 @@ def _own_messages(overrides: Sequence[str]) -> Iterator[None]:
     except (HydraException, OmegaConfBaseException) as error:
         raise explain_hydra(error, overrides) from error
     except (ValueError, TypeError, AssertionError) as error:  # what Hydra's composition raises on odd overrides
+        if isinstance(error.__cause__, OSError):  # the log file cannot be opened
+            raise error.__cause__ from error
         if not _raised_in_hydra(error):
             raise
         raise ConfigError(f"{' '.join(overrides)}: {error}\n  type: group=option or key=value, see --help") from error
@@ -307,6 +308,9 @@ def explain_hydra(error: Exception, overrides: Sequence[str]) -> ConfigError:
     """Our message for an error of Hydra: key, value, the nearest right one, what is allowed, what to type."""
     from hydra.errors import MissingConfigException, OverrideParseException
 
+    own = _first_in_chain(error, ConfigError)  # raised by one of our resolvers
+    if own is not None:
+        return own
     if isinstance(error, OverrideParseException):
         return _unreadable_override(error.override)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
@@ -336,6 +340,12 @@ def _unreadable_override(override: str) -> ConfigError:
     if not equals:
         return ConfigError(f"{override}: expected key=value\n  type: {key}=...")
     return config_error(key, value, "these characters need quotes", remedy=shell_override(key, value))
+
+
+def _first_in_chain(error: BaseException | None, kind: type[_Error]) -> _Error | None:
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | None:
@@ -460,7 +470,7 @@ def _job(config: DictConfig) -> int:
         return _report(error, EXIT_FAILED, folder)
     except OSError as error:
         if error.errno in DISK_FULL:
-            return _report(CkptplanError(_disk_full_message(error)), EXIT_FAILED, folder)
+            return _report(CkptplanError(_file_message(error)), EXIT_FAILED, folder)
         log.exception("the run failed on an unexpected error")
         return EXIT_FAILED
     except Exception:
@@ -492,9 +502,11 @@ def _report(error: CkptplanError, exit_code: int, folder: Path) -> int:
     return exit_code
 
 
-def _disk_full_message(error: OSError) -> str:
+def _file_message(error: OSError) -> str:
     name = error.filename or "a file of the run"
-    return f"{name} could not be written: {error.strerror}. Free some space, or set output_dir"
+    if error.errno in DISK_FULL:
+        return f"{name} could not be written: {error.strerror}. Free some space, or set output_dir"
+    return f"{name} could not be made or read: {error.strerror or error}"
 
 
 def point_latest_at(folder: Path, output_dir: Path) -> None:

@@ -8,9 +8,10 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TextIO, cast
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: ``ulimit -f``
 
 
 class LastingStream:
@@ -43,11 +44,16 @@ class LastingStream:
                 os.close(nowhere)
 
 
+def _nowhere() -> TextIO:
+    return Path(os.devnull).open("w", encoding="utf-8")
+
+
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
     """Stdout and stderr that drop what nobody can take, and loggers that do the same without a word."""
     streams, tells = (sys.stdout, sys.stderr), logging.raiseExceptions
-    lasting = [cast(TextIO, LastingStream(stream)) for stream in streams]
+    # Python has no stream where the descriptor was closed (``>&-``).
+    lasting = [cast(TextIO, LastingStream(stream if stream is not None else _nowhere())) for stream in streams]
     sys.stdout, sys.stderr = lasting
     logging.raiseExceptions = False  # else a log file on a full disk is told with a traceback for every line
     try:

@@ -261,7 +261,7 @@ def load_result(path: str | Path) -> dict[str, Any]:
     path = path / "result.json" if path.is_dir() else path
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CkptplanError(f"{path} is not valid JSON ({error}); the run that wrote it did not end") from error
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != RESULT_SCHEMA:
@@ -327,26 +327,27 @@ class RunRecorder:
     def go_back_to(self, step: int) -> int:
         """Move the lines of later steps to ``metrics.discarded.jsonl``; returns how many.
 
-        A last line that was cut off is dropped. A kill in between leaves the file as it was, or as it should be.
+        A last line that was cut off is dropped, a damaged one is moved as well. A kill in between leaves the file as
+        it was, or as it should be.
         """
         path = self.folder / "metrics.jsonl"
         self._metrics.close()
         try:
-            text = path.read_text(encoding="utf-8")
-            lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-            is_late = [json.loads(line)["step"] > step for line in lines]
+            content = path.read_bytes()
+            lines = [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+            is_late = [not _is_metrics_line_up_to(line, step) for line in lines]
             late = [line for line, later in zip(lines, is_late, strict=True) if later]
             if late:
                 with (
                     naming(aside := self.folder / "metrics.discarded.jsonl"),
-                    aside.open("a", encoding="utf-8") as file,
+                    aside.open("ab") as file,
                 ):
                     file.writelines(late)
                     file.flush()
                     os.fsync(file.fileno())
-            kept = "".join(line for line, later in zip(lines, is_late, strict=True) if not later)
-            if kept != text:
-                write_atomic(path, kept)
+            kept = b"".join(line for line, later in zip(lines, is_late, strict=True) if not later)
+            if kept != content:
+                write_atomic(path, kept.decode())
         finally:
             self._metrics = path.open("a", encoding="utf-8")
         return len(late)
@@ -372,6 +373,13 @@ class RunRecorder:
     ) -> None:
         with contextlib.nullcontext() if error is None else contextlib.suppress(OSError):  # told already
             self.close()
+
+
+def _is_metrics_line_up_to(line: bytes, step: int) -> bool:
+    try:
+        return bool(json.loads(line)["step"] <= step)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def load_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ A run can be resumed when its folder holds a state: a folder below ``state/`` wi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -52,6 +53,8 @@ class FoundRun:
             return []
         except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
             raise config_error("resume", self.path, f"its .hydra/overrides.yaml cannot be read: {error}") from error
+        if not isinstance(found or [], list):
+            raise config_error("resume", self.path, "its .hydra/overrides.yaml is not a list of overrides")
         return [str(text) for text in found or []]
 
 
@@ -91,9 +94,15 @@ def find_run(wanted: str, output_dir: Path) -> FoundRun:
     folder = (latest_folder(output_dir) if wanted == LATEST else Path(wanted)).absolute()
     if (folder / "manifest.json").is_file() and folder.parent.name == STATE_FOLDER:
         return FoundRun(folder.parent.parent, folder.name)
+    if holds_state(folder):
+        return FoundRun(folder)
+    run = _run_round(folder)
+    if run is not None:
+        there = ", ".join(path.parent.name for path in sorted((run / STATE_FOLDER).glob("*/manifest.json")))
+        raise config_error(
+            "resume", wanted, f"no state of the run {run}; it holds {there}", remedy=shell_override("resume", str(run))
+        )
     if (folder / "config.yaml").is_file():
-        if holds_state(folder):
-            return FoundRun(folder)
         raise config_error("resume", wanted, f"the run {folder} holds no state", remedy=_remedy(output_dir))
     named = [run for run in runs_below(output_dir) if _name_of(run) == wanted]
     for run in named:
@@ -114,6 +123,12 @@ def find_run(wanted: str, output_dir: Path) -> FoundRun:
     raise config_error("resume", wanted, problem, meant=meant, allowed=names[:_LISTED], remedy=remedy)
 
 
+def _run_round(folder: Path) -> Path | None:
+    """The run whose folder of states, or something in it that is none, was given in place of the run."""
+    states = folder if folder.name == STATE_FOLDER else folder.parent
+    return states.parent if states.name == STATE_FOLDER and holds_state(states.parent) else None
+
+
 def find_same(resolved: dict[str, Any], output_dir: Path, own_folder: Path | None) -> FoundRun | None:
     """The run of ``resume=auto``: ``own_folder`` if it holds a state, else the newest run of this configuration."""
     if own_folder is not None and holds_state(own_folder):
@@ -129,7 +144,7 @@ def latest_folder(output_dir: Path) -> Path:
     """Where ``<output_dir>/latest`` leads, a link or a text file."""
     latest = output_dir.absolute() / LATEST
     if latest.is_file():
-        return latest.parent / latest.read_text(encoding="utf-8").strip()
+        return latest.parent / os.fsdecode(latest.read_bytes()).strip()
     return Path(os.path.realpath(latest))
 
 
@@ -144,7 +159,8 @@ def runs_below(output_dir: Path) -> list[Path]:
     for folder, inner, files in os.walk(output_dir.absolute()):
         path = Path(folder)
         if "config.yaml" in files and path.name != ".hydra":
-            found.append(((path / "config.yaml").stat().st_mtime_ns, path))
+            with contextlib.suppress(FileNotFoundError):  # moved aside or deleted meanwhile
+                found.append(((path / "config.yaml").stat().st_mtime_ns, path))
             inner.clear()
         elif len(path.relative_to(output_dir.absolute()).parts) >= _DEEPEST:
             inner.clear()

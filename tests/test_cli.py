@@ -451,3 +451,39 @@ def test_a_full_disk_is_one_message_that_names_the_file(
         f"error: {filename or 'a file of the run'} could not be written: No space left on device"
     )
     assert "Traceback" not in output.err + output.out
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "message"),
+    [
+        ("hydra.run.dir=file", 1, "error: file could not be made or read: File exists"),
+        ("hydra.run.dir=file/x", 1, "error: file/x could not be made or read: Not a directory"),
+        (f"hydra.run.dir={'a' * 300}", 1, f"error: {'a' * 300}/result.json could not be made or read: File name too"),
+        ("hydra.run.dir=log", 1, "error: {here}/log/train.log could not be made or read: Is a directory"),
+        ("output_dir=file", 2, "error: output_dir=file/train: the run folder cannot be made: [Errno 20]"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_one_message_that_names_it(
+    start_folder: Path, runs: list[Call], capfd: pytest.CaptureFixture[str], typed: str, code: int, message: str
+) -> None:
+    (start_folder / "file").touch()
+    (start_folder / "log" / "train.log").mkdir(parents=True)
+    assert cli.main([typed]) == code
+    output = capfd.readouterr()
+    assert output.err.startswith(message.format(here=start_folder))
+    assert "Traceback" not in output.err + output.out
+    assert runs == []
+
+
+def test_where_every_file_is_too_large_that_is_told(
+    start_folder: Path, runs: list[Call], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As under ``ulimit -f``, where the first file that is too large is Hydra's."""
+    from hydra.core import utils
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(utils, "_save_config", fail)
+    assert cli.main([]) == 1
+    assert capfd.readouterr().err.startswith("error: a file of the run could not be written: File too large.")

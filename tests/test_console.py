@@ -45,6 +45,14 @@ def test_a_run_goes_on_to_its_end_without_anybody_to_read_it(tmp_path: Path, rea
     assert (tmp_path / "end").read_text() == "the end"
 
 
+@pytest.mark.parametrize("closed", ["1", "2", "12"])
+def test_a_run_goes_on_to_its_end_where_the_shell_has_closed_its_output(tmp_path: Path, closed: str) -> None:
+    script = 'exec "$@" ' + " ".join(f"{number}>&-" for number in closed)
+    command = ["sh", "-c", script, "sh", sys.executable, "-c", PROGRAM, str(tmp_path / "end")]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+    assert (tmp_path / "end").read_text() == "the end"
+
+
 def test_what_can_be_written_is_and_the_streams_are_put_back(capsys: pytest.CaptureFixture[str]) -> None:
     before = sys.stdout, sys.stderr
     with lasting_output():

@@ -177,3 +177,13 @@ def test_records_and_tables_load_no_torch() -> None:
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout.strip() == "False"
+
+
+def test_going_back_moves_damaged_lines_aside_and_keeps_the_others_to_the_byte(tmp_path: Path) -> None:
+    good = [f'{{"step": {step}, "train/loss": {step / 3}}}\n'.encode() for step in (1, 2, 3)]
+    bad = [b"\xff\xfe\x00\n", b"[]\n", b'{"step": "two"}\n', b"{}\n", b"\n"]
+    (tmp_path / "metrics.jsonl").write_bytes(good[0] + b"".join(bad) + good[1] + good[2] + b'{"step": 4, "tr')
+    with RunRecorder(tmp_path) as recorder:
+        assert recorder.go_back_to(2) == len(bad) + 1
+    assert (tmp_path / "metrics.jsonl").read_bytes() == good[0] + good[1]
+    assert (tmp_path / "metrics.discarded.jsonl").read_bytes() == b"".join(bad) + good[2]

@@ -15,6 +15,7 @@ import pytest
 
 from ckptplan import cli, sweeps
 from ckptplan.config import config_yaml, hydra_text, resolve, shell_override
+from ckptplan.errors import ConfigError
 from ckptplan.runs import find_run, latest_folder, merge_typed, remember_typed, typed_value
 
 AWKWARD = ["a=b, {c}", "#1", "it's (d) [e]", "@home 100%", "~/runs", "1e-3", "007", "null", "größe", 'say "hi"']
@@ -204,3 +205,31 @@ def test_the_last_of_several_values_counts() -> None:
     assert typed_value("resume", ["resume=a", "steps=3", 'resume="b, c"']) == "b, c"
     assert typed_value("resume", ["resume=null"]) is None
     assert typed_value("resume", ["name=a"]) is None
+
+
+@pytest.mark.parametrize("inside", ["state", "state/step-99", "state/superseded"])
+def test_what_is_no_state_of_a_run_is_told_with_the_states_there_are(
+    start_folder: Path, make_run: Callable[..., Path], inside: str
+) -> None:
+    run = make_run(start_folder / "here")
+    with pytest.raises(ConfigError, match=r"no state of the run .*here; it holds step-5\n.*resume=.*here"):
+        find_run(str(run / inside), start_folder / "outputs")
+
+
+def test_a_run_that_has_lost_its_configuration_is_found_by_its_states(
+    start_folder: Path, make_run: Callable[..., Path]
+) -> None:
+    run = make_run(start_folder / "here", "steps=7")
+    (run / "config.yaml").unlink()
+    found = find_run("here", start_folder / "outputs")
+    assert (found.folder, found.typed()) == (run, ["steps=7"])
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"5", b"{a: 1}", b"["])
+def test_damaged_words_of_an_earlier_run_are_told(
+    start_folder: Path, make_run: Callable[..., Path], content: bytes
+) -> None:
+    run = make_run(start_folder / "here")
+    (run / ".hydra" / "overrides.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"its \.hydra/overrides\.yaml"):
+        find_run(str(run), start_folder / "outputs").typed()

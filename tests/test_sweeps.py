@@ -451,6 +451,13 @@ def test_a_fault_in_one_job_stops_all_before_the_first(planned: list[Job], capsy
     assert not list(Path.cwd().rglob("multirun.yaml"))
 
 
+def test_an_empty_list_of_values_is_told(planned: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["-m", "seed=range(0,0)"]) == 2
+    assert capsys.readouterr().err.startswith("error: no values to run")
+    assert planned == []
+    assert not list(Path.cwd().rglob("multirun.yaml"))
+
+
 def test_a_folder_of_the_users_own_configs_reaches_the_jobs(planned: list[Job], tmp_path: Path) -> None:
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
     (tmp_path / "mine" / "experiment" / "good.yaml").write_text("# @package _global_\nsteps: 7\n")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
+from ckptplan.console import lasting_output
 from ckptplan.errors import CkptplanError
 from ckptplan.report.export import FORMATS, export_pictures
 from ckptplan.report.page import INSTALL, has_library, write_report
@@ -20,6 +21,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", action="store_true", help="show it in the terminal instead of writing the page")
     parser.add_argument("--pictures", choices=(*FORMATS, "both"), help="also write the charts as files, for papers")
     options = parser.parse_args(arguments)
+    with lasting_output():
+        return _show(options)
+
+
+def _show(options: Namespace) -> int:
     try:
         if options.text:
             print_records(read_records(options.folder))

@@ -112,11 +112,11 @@ def _jobs(folder: Path, faults: list[str]) -> dict[str, tuple[int, Mapping[str, 
     found: dict[str, tuple[int, Mapping[str, Any]]] = {}
     table = folder / "results.jsonl"
     if table.exists():
-        for line in table.read_text(encoding="utf-8").splitlines():
+        for line in table.read_bytes().splitlines():
             try:
-                row = json.loads(line)
+                row = json.loads(line, parse_constant=lambda constant: None)
                 found[str(row["job"])] = (int(row["index"]), row)
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 faults.append(f"{table.name}: a line that is none ({error}) was left out")
     for number, job in enumerate(sorted(path for path in folder.iterdir() if (path / ".hydra").is_dir())):
         if (job / "result.json").exists():
@@ -139,8 +139,8 @@ def _read_result(path: Path, faults: list[str]) -> Mapping[str, Any] | None:
     """The object of a ``result.json``; other keys than this version's are no fault here, another schema is."""
     where = f"{path.parent.name}/{path.name}"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda constant: None)
+    except (OSError, ValueError, RecursionError) as error:
         faults.append(f"{where} could not be read ({error})")
         return None
     schema = found.get("schema") if isinstance(found, dict) else None
@@ -157,7 +157,7 @@ def _run(folder: Path, name: str, index: int, result: Mapping[str, Any], unreada
             return None
         try:
             return load(path)
-        except (OSError, ValueError, CkptplanError, OmegaConfBaseException) as error:
+        except (OSError, ValueError, RecursionError, CkptplanError, OmegaConfBaseException) as error:
             why = str(error).partition("\n")[0].removeprefix(f"{path}: ")
             unreadable.setdefault((file, why), []).append(name)
             return None

@@ -57,10 +57,17 @@ def decide(
         "id": name,
         "attempt": attempt,
         "head": head,
-        "supersede": [info.checkpoint_id for info in newer],
+        "supersede": [*(info.checkpoint_id for info in newer), *_half_deleted(name, folder)],
         "delete": retention.needless([*good, new]),
         "clean_up": [left for left in folder.left_overs() if left not in attempts_of_pending],
     }
+
+
+def _half_deleted(name: str, folder: Folder) -> list[str]:
+    """The id, where a folder or file without a manifest has it: no checkpoint, and in the way of this one."""
+    location = folder.storage.local_path
+    in_the_way = location is not None and os.path.lexists(location / name) and not folder.exists(name)
+    return [name] if in_the_way else []
 
 
 def _newer_than(infos: list[CheckpointInfo], resumed: CheckpointInfo | None) -> list[CheckpointInfo]:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from ckptplan.errors import CkptplanError
+from ckptplan.record import load_result
+from ckptplan.report.page import write_report
 from ckptplan.report.records import is_job_of_sweep, read_records
 from tests.report_folders import write_run, write_sweep
 
@@ -68,6 +70,38 @@ def test_a_torn_file_costs_its_own_figures_only(tmp_path: Path, file: str) -> No
     records = read_records(tmp_path / "run")
     assert records.runs[0].figure("status") == "ok"
     assert [fault.startswith(f"{file} of run could not be read") for fault in records.faults] == [True]
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize("file", ["profile.json", "plan.json", "curve.json", "metrics.jsonl"])
+def test_a_file_nested_deeper_than_can_be_read_costs_its_own_figures_only(tmp_path: Path, file: str) -> None:
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / file).write_text(DEEP + "\n")
+    records = read_records(tmp_path / "run")
+    assert records.runs[0].figure("status") == "ok"
+    assert [fault.startswith(f"{file} of run could not be read") for fault in records.faults] == [True]
+
+
+def test_a_result_nested_deeper_than_can_be_read_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / "result.json").write_text(DEEP)
+    with pytest.raises(CkptplanError, match=r"run/result\.json could not be read"):
+        read_records(tmp_path / "run")
+    with pytest.raises(CkptplanError, match="is not valid JSON"):
+        load_result(tmp_path / "run")
+
+
+def test_a_figure_that_is_no_number_is_unknown(tmp_path: Path) -> None:
+    """Somebody's tool may have written NaN; the page holds JSON, which has none."""
+    write_run(tmp_path / "run")
+    path = tmp_path / "run" / "result.json"
+    result = json.loads(path.read_text())
+    result["latency"]["planned_step_ms"] = float("nan")
+    path.write_text(json.dumps(result))
+    assert read_records(tmp_path / "run").runs[0].figure("latency/planned_step_ms") is None
+    assert write_report(tmp_path / "run").is_file()
 
 
 def test_one_reason_for_many_jobs_is_one_line(tmp_path: Path) -> None:

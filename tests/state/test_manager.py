@@ -212,6 +212,28 @@ def test_a_taken_id_fails_that_save_only_and_keeps_the_old_one(tmp_path: Path, m
         assert ids(states) == ["a", "b"]
 
 
+@MODES
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_has_the_id_and_is_no_checkpoint_is_set_aside(tmp_path: Path, mode: str, kind: str) -> None:
+    """A checkpoint that somebody has half deleted is in nobody's way, and nothing of it is deleted."""
+    with CheckpointManager(tmp_path / "s", mode=mode) as states:
+        states.save("a", {"x": torch.ones(3)}).result()
+        states.save("b", {"x": torch.ones(3)}).result()
+    half = tmp_path / "s" / "b"
+    (half / "manifest.json").unlink()
+    left = sorted(path.name for path in half.iterdir())
+    if kind != "folder":
+        half.rename(tmp_path / "elsewhere")
+        half.touch() if kind == "file" else half.symlink_to(tmp_path / "elsewhere")
+    with CheckpointManager(tmp_path / "s", mode=mode) as states:
+        states.load("latest")
+        states.save("b", {"x": torch.zeros(3)}).result()
+        assert ids(states) == ["a", "b"]
+        assert torch.equal(states.load("b")["x"], torch.zeros(3))
+    aside = tmp_path / "s" / "superseded" / "b"
+    assert aside.is_file() if kind == "file" else sorted(path.name for path in aside.iterdir()) == left
+
+
 def test_latest_is_by_sequence_whatever_the_clock_and_the_names_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

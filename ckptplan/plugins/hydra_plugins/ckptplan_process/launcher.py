@@ -25,6 +25,7 @@ from ckptplan.config import (
     load_config,
     resolve,
 )
+from ckptplan.errors import ConfigError
 from ckptplan.runs import AUTO, find_run, find_same, merge_typed, typed_value, without
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class ProcessLauncher(Launcher):
         composed = [
             self._load(list(overrides), index) for index, overrides in enumerate(job_overrides, start=initial_job_idx)
         ]
+        if not composed:
+            raise ConfigError("no values to run: a list of values on the command line is empty")
         settings = composed[0].config.sweep
         shared = {
             "profile.cache": hydra_text(str(folder / PROFILES)),
