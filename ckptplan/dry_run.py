@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import (  # pinned by tests/test_dry_run.py
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
@@ -57,11 +60,12 @@ class VerifiedPeak:
 def verify_plan(model: nn.Module, plan: CheckpointPlan, batch: Any, loss_fn: LossFn) -> VerifiedPeak:
     """The exact peak of a training step of ``model`` under ``plan``, by a dry run on fake tensors.
 
-    Nothing is computed and no activation is allocated; the model, its gradients and the random streams are left as
-    they were. Buffers are copied once.
+    No activation is allocated; the model, its gradients and the random streams are left as they were. Buffers are
+    copied once. Integers, masks and small constants, and what is made from such alone, have their values, so the model
+    decides by them as in a real step.
 
     Args:
-        batch: handed to ``loss_fn``; only shapes, dtypes and devices of its tensors matter.
+        batch: handed to ``loss_fn``; of its floating point tensors only shapes, dtypes and devices matter.
         loss_fn: ``loss_fn(model, batch)`` -> scalar loss.
 
     Raises:
@@ -75,10 +79,11 @@ def verify_plan(model: nn.Module, plan: CheckpointPlan, batch: Any, loss_fn: Los
     devices = {t.device for t in (*model.parameters(), *model.buffers(), *tensors_in(batch))}
     where = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
     places = _Places()
-    with random_state_restored(where), torch.enable_grad(), warnings.catch_warnings():
+    with random_state_restored(where), torch.enable_grad(), warnings.catch_warnings(), _quiet_fake_kernels():
         warnings.filterwarnings("ignore", message=".*fake tensor.*")
-        # a tensor that the model holds outside its parameters and buffers is taken for its shape too
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        # asked of a constant that the model added something to, when it meets a fake tensor
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        fake = _KnownValues()
         watch = _PeakWatch(places)
         try:
             with fake:
@@ -88,17 +93,31 @@ def verify_plan(model: nn.Module, plan: CheckpointPlan, batch: Any, loss_fn: Los
                     _require_loss(loss)
                     places.now = (_AFTER, "backward")
                     loss.backward()
-        except _NEEDS_VALUES as error:
+        except _UNFIT as error:
             _refuse(error, places)
     return VerifiedPeak(watch.peak_bytes, watch.operator, *watch.at)
 
 
-_NEEDS_VALUES = (
+_UNFIT = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
-    NotImplementedError,
+    RuntimeError,  # what fake kernels raise where the real ones run; NotImplementedError is one
 )
+# Their fake kernels give an empty workspace, as only the library behind the real one knows how much it takes.
+_UNKNOWN_WORKSPACE = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
+
+
+@contextmanager
+def _quiet_fake_kernels() -> Iterator[None]:
+    """Torch logs where a fake kernel fails before it raises; the error says it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _refuse(error: Exception, places: _Places) -> NoReturn:
@@ -121,13 +140,15 @@ def _require_loss(loss: Any) -> None:
         raise ValueError("the loss needs no gradient; is every parameter frozen, or was it computed under no_grad?")
 
 
-def _with_fakes(twin: nn.Module, batch: Any, fake: FakeTensorMode) -> Any:
+def _with_fakes(twin: nn.Module, batch: Any, fake: _KnownValues) -> Any:
     """Parameters (with gradients), buffers of the twin made fake; the batch as fake tensors."""
     made: dict[int, torch.Tensor] = {}
 
     def faked(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
-            made[id(tensor)] = fake.from_tensor(tensor.detach())
+            own = tensor.detach()
+            has_values = fake.knows(own) and not (own.is_floating_point() or own.is_complex())
+            made[id(tensor)] = own.clone() if has_values else fake.from_tensor(own)
         return made[id(tensor)]
 
     parameters: dict[int, nn.Parameter] = {}
@@ -150,6 +171,56 @@ def _with_fakes(twin: nn.Module, batch: Any, fake: FakeTensorMode) -> Any:
         return own
 
     return map_tensors(batch, of_batch)
+
+
+MOST_KNOWN_ELEMENTS = 2**20
+
+
+class _KnownValues(FakeTensorMode):
+    """Fake tensors, but token ids, positions, masks and small constants, and what is made from such alone, have values.
+
+    Models decide by them how they go on ("is anything padded?"), and some ask whether they are given fake tensors and
+    then go on in another way, with other kernels. What the model holds outside its parameters and buffers is taken for
+    its shape where it meets a fake tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._overwritten: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # with what nobody knows
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        return _is_small(tensor) and not isinstance(tensor, FakeTensor) and not self._is_overwritten(tensor)
+
+    def _is_overwritten(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage() in self._overwritten
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name in _UNKNOWN_WORKSPACE:
+            raise UnsupportedFakeTensorException(f"only a real run of {name} tells how much workspace it takes")
+        if not all(self.knows(tensor) for tensor in tensors_in((args, kwargs))):
+            self._note_writes(func, args, kwargs)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return func(*args, **kwargs)
+        return func(*args, **kwargs) if all(_is_small(tensor) for tensor in tensors_in(out)) else out
+
+    def _note_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        if not func._schema.is_mutable:
+            return
+        given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in tensors_in(given.get(argument.name)):
+                    if not isinstance(tensor, FakeTensor):
+                        self._overwritten.add(tensor.untyped_storage())
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "meta" and tensor.numel() <= MOST_KNOWN_ELEMENTS
 
 
 class _PeakWatch(LiveStorages):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import ckptplan
 from ckptplan.apply import checkpointed
@@ -128,3 +129,74 @@ def test_a_plan_of_another_model_is_refused() -> None:
 
 def test_it_is_public() -> None:
     assert ckptplan.verify_plan is verify_plan
+
+
+class Masking(nn.Module):
+    """Takes a mask only where something is padded, and never asks that of fake tensors, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(16, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        padded, place = tokens == 0, torch.ones(tokens.shape).cumsum(1)
+        needs_mask = isinstance(tokens, FakeTensor) or isinstance(place, FakeTensor) or bool(padded.any())
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x).tanh() * place[..., None]
+            if needs_mask:
+                x = torch.where(padded[..., None], torch.zeros_like(x), x)
+        return x
+
+
+@pytest.mark.parametrize("least", [0, 1])
+def test_it_decides_by_token_ids_and_constants_as_the_real_step_does(least: int) -> None:
+    torch.manual_seed(0)
+    model, batch = Masking(), torch.randint(1, 16, (8, 32))
+    batch[0, 0] = least
+    plan = CheckpointPlan.from_text("R(0) K1", ["layers.0", "layers.1"])
+    with checkpointed(model, plan):
+        real = step_peak(lambda: _loss(model, batch), model.parameters())
+    assert verify_plan(model, plan, batch, _loss).peak_bytes == real
+
+
+def test_what_is_overwritten_with_unknown_values_is_unknown() -> None:
+    class Summing(Deciding):
+        def forward(self, x: Tensor) -> Tensor:
+            total = torch.zeros(4)
+            total += self.layers[0](x).sum(0)
+            return self.layers[1](x) if total.sum() > 0 else x * total
+
+    plan = CheckpointPlan.from_text("K0 K1", ["layers.0", "layers.1"])
+    with pytest.raises(DryRunError, match=r"by the values of tensors"):
+        verify_plan(Summing(), plan, torch.randn(8, 4), _loss)
+
+
+def test_an_operator_of_which_no_fake_kernel_knows_the_workspace_is_refused() -> None:
+    class Recurrent(Deciding):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[1](self.lstm(self.layers[0](x))[0])
+
+    plan = CheckpointPlan.from_text("K0 K1", ["layers.0", "layers.1"])
+    if torch.backends.mkldnn.is_available():
+        with pytest.raises(DryRunError, match=r"mkldnn_rnn_layer.*workspace.*real step"):
+            verify_plan(Recurrent(), plan, torch.randn(2, 8, 4), _loss)
+    else:
+        assert verify_plan(Recurrent(), plan, torch.randn(2, 8, 4), _loss).peak_bytes > 0
+
+
+def test_a_step_that_fails_on_fake_tensors_only_is_refused() -> None:
+    class Raising(Deciding):
+        def forward(self, x: Tensor) -> Tensor:
+            if isinstance(x, FakeTensor):
+                raise RuntimeError("expected inputs of another type")
+            return super().forward(x)
+
+    plan = CheckpointPlan.from_text("K0 K1", ["layers.0", "layers.1"])
+    with pytest.raises(DryRunError, match=r"before the blocks.*another type.*real step"):
+        verify_plan(Raising(), plan, torch.randn(8, 4), _loss)
