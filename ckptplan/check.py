@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.plan import (
     CheckpointPlan,
+    Compiled,
     Keep,
     PlanNode,
     Recompute,
@@ -24,7 +25,7 @@ from ckptplan.plan import (
     tree_faults,
 )
 from ckptplan.profiles import BlockProfile, ChainProfile, StageCost, as_chain, recompute_costs, require_memory
-from ckptplan.selective import find_option
+from ckptplan.selective import find_compiled, find_option
 from ckptplan.units import format_bytes, require_amount
 
 
@@ -89,6 +90,11 @@ def _eligibility_faults(chain: ChainProfile, plan: CheckpointPlan) -> list[str]:
             if before is not None:
                 faults.append(f"a segment goes over what the model runs {before.name}, which it cannot recompute")
     for node in plan.nodes:
+        if isinstance(node, Compiled):
+            try:
+                find_compiled(chain[node.block], node.budget)
+            except PlanIncompatibleError as error:
+                faults += error.faults
         if isinstance(node, Selective):
             try:
                 option = find_option(chain[node.block], node.saved_ops)
@@ -129,6 +135,8 @@ def _replays(chain: ChainProfile, node: PlanNode, cost_kind: str) -> float:
         option = find_option(chain[node.block], node.saved_ops)
         added = option.flops if cost_kind == "flops" else option.time_ms
         return (1.0 if cost_kind == "time" and _is_untimed(chain) else 0) if added is None else added
+    if isinstance(node, Compiled):
+        return find_compiled(chain[node.block], node.budget).time_ms or 0.0
     *leading, last = node.children
     total = sum(_full_cost(chain, i, cost_kind) for i in blocks_of(leading))
     if isinstance(last, Keep):
@@ -166,7 +174,7 @@ def _peak_bytes(chain: ChainProfile, plan: CheckpointPlan) -> int:
 def _peak_of_nodes(chain: ChainProfile, nodes: Sequence[PlanNode], memory_model: str) -> int:
     if memory_model == "additive":
         kept = sum(chain[node.block].activation_bytes_estimate or 0 for node in nodes if isinstance(node, Keep))
-        return kept + sum(_part_kept(chain[node.block], node) for node in nodes if isinstance(node, Selective))
+        return kept + sum(_part_kept(chain[node.block], node) for node in nodes if isinstance(node, (Selective, Compiled)))
     stages = []
     for node in nodes:
         before = chain[blocks_of((node,))[0]].before
@@ -183,8 +191,11 @@ def _peak_of_nodes(chain: ChainProfile, nodes: Sequence[PlanNode], memory_model:
     return max(forward + backward)
 
 
-def _part_kept(block: BlockProfile, node: Selective) -> int:
-    cost = find_option(block, node.saved_ops).cost
+def _part_kept(block: BlockProfile, node: Selective | Compiled) -> int:
+    if isinstance(node, Compiled):
+        cost = find_compiled(block, node.budget).cost
+    else:
+        cost = find_option(block, node.saved_ops).cost
     held = cost.keeps_output * len(block.output_bytes) if len(cost.keeps_output) == 1 else cost.keeps_output
     own = [size for size, passed in zip(block.output_bytes, block.output_is_input, strict=True) if passed is None]
     own_held = [kept for kept, passed in zip(held, block.output_is_input, strict=True) if passed is None]
@@ -262,6 +273,8 @@ def _single(block: BlockProfile, node: PlanNode, depth: int) -> StageCost:
     """One block; in a replay it runs on copies of its buffers, whose first values the outermost node keeps."""
     if isinstance(node, Selective):
         return find_option(block, node.saved_ops).cost
+    if isinstance(node, Compiled):
+        return find_compiled(block, node.budget).cost
     cost = block.keep if isinstance(node, Keep) else block.recompute
     assert cost is not None, f"block {block.block_id!r} has no figures"
     if depth == 0:

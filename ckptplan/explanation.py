@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckptplan.errors import PlanIncompatibleError
-from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, Selective, blocks_of, nodes_text
+from ckptplan.plan import CheckpointPlan, Compiled, Keep, PlanNode, Recompute, Selective, blocks_of, nodes_text
 from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, as_chain
 from ckptplan.simulate import plan_recompute_cost, simulate_plan
 from ckptplan.units import format_bytes, format_ms
@@ -96,6 +96,8 @@ def _explained(
         reason = _why_kept(judge, change, -saved_cost, simulated.peak_at)
     else:
         how = f"recomputed in {nodes_text((node,))}, its forward runs {runs} times: kept"
+        if isinstance(node, Compiled):
+            how = f"compiled as {nodes_text((node,))}: kept"
         if isinstance(node, Selective):
             how = f"kept in part as {nodes_text((node,))}: kept whole"
         reason = _why_recomputed(judge, how, simulated.peak_bytes, change, saved_cost, fits)
@@ -135,7 +137,7 @@ def _turned(node: PlanNode, block: int) -> tuple[PlanNode, ...]:
     """The node with this block the other way: a kept one recomputed by itself; else kept, its node cut around it."""
     if isinstance(node, Keep):
         return (Recompute((node,)),)
-    if isinstance(node, Selective):
+    if isinstance(node, (Selective, Compiled)):
         return (Keep(block),)
     return (*_part(node, lambda i: i < block), Keep(block), *_part(node, lambda i: i > block))
 

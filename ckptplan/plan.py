@@ -65,7 +65,18 @@ class Selective:
         object.__setattr__(self, "saved_ops", tuple(self.saved_ops))
 
 
-PlanNode = Keep | Recompute | Selective
+@dataclass(frozen=True)
+class Compiled:
+    """Run block ``block`` compiled by torch.compile with this memory budget of its partitioner. Text: ``C3[0.5]``.
+
+    At the top level only. ``budget`` is 0 to 1.
+    """
+
+    block: int
+    budget: float
+
+
+PlanNode = Keep | Recompute | Selective | Compiled
 
 
 @dataclass(frozen=True)
@@ -203,12 +214,17 @@ class CheckpointPlan:
     @property
     def kept(self) -> int:
         """Number of blocks whose activations are kept, all of them."""
-        return len(self.decisions) - self.recomputed - self.selective
+        return len(self.decisions) - self.recomputed - self.selective - self.compiled
 
     @property
     def selective(self) -> int:
         """Number of blocks of which part is kept."""
         return sum(isinstance(node, Selective) for node in self.nodes)
+
+    @property
+    def compiled(self) -> int:
+        """Number of blocks that run compiled."""
+        return sum(isinstance(node, Compiled) for node in self.nodes)
 
     @property
     def recomputed(self) -> int:
@@ -393,11 +409,13 @@ def tree_faults(nodes: Sequence[PlanNode], num_blocks: int) -> list[str]:
 
 def _collect_node_faults(nodes: Sequence[PlanNode], faults: list[str]) -> None:
     for node in nodes:
-        if isinstance(node, (Keep, Selective)):
+        if isinstance(node, (Keep, Selective, Compiled)):
             if type(node.block) is not int or node.block < 0:
                 faults.append(f"{type(node).__name__}({node.block!r}): expected a block number from 0 on")
             elif isinstance(node, Selective):
                 faults += _selective_faults(node)
+            elif isinstance(node, Compiled) and not (type(node.budget) is float and 0 <= node.budget <= 1):
+                faults.append(f"Compiled({node.block}, {node.budget!r}): expected a budget from 0.0 to 1.0")
         elif isinstance(node, Recompute):
             if not node.children:
                 faults.append("R() recomputes nothing; it needs at least one block")
@@ -405,11 +423,11 @@ def _collect_node_faults(nodes: Sequence[PlanNode], faults: list[str]) -> None:
                 faults.append(
                     f"{_node_text(node)} wraps a recomputation in another; write {_node_text(node.children[0])}"
                 )
-            inside = [child for child in node.children if isinstance(child, Selective)]
+            inside = [child for child in node.children if isinstance(child, (Selective, Compiled))]
             faults += [f"{_node_text(child)} stands inside a recomputation; it may at the top only" for child in inside]
             _collect_node_faults(node.children, faults)
         else:
-            faults.append(f"{node!r} is no node that this version knows; expected Keep, Recompute or Selective")
+            faults.append(f"{node!r} is no node that this version knows; expected Keep, Recompute, Selective or Compiled")
 
 
 def _selective_faults(node: Selective) -> list[str]:
@@ -449,6 +467,8 @@ def _node_text(node: PlanNode) -> str:
         return f"K{node.block}"
     if isinstance(node, Selective):
         return f"S{node.block}[{','.join(node.saved_ops)}]"
+    if isinstance(node, Compiled):
+        return f"C{node.block}[{node.budget!r}]"
     inner = (str(child.block) if isinstance(child, Keep) else _node_text(child) for child in node.children)
     return f"R({' '.join(inner)})"
 
@@ -456,15 +476,16 @@ def _node_text(node: PlanNode) -> str:
 _TOKEN = re.compile(
     r"\s*(?:(?P<keep>K)?(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?(?=[\s()]|$)|(?P<open>R\()|(?P<close>\)))"
     r"|\s*S(?P<selective>[0-9]+)\[(?P<names>[^\s\[\]]*)\](?=[\s()]|$)"
+    r"|\s*C(?P<compiled>[0-9]+)\[(?P<budget>[0-9]+(?:\.[0-9]*)?)\](?=[\s()]|$)"
 )
-_LATER_NODES = {"C": "Compiled", "O": "Offload"}
+_LATER_NODES = {"O": "Offload"}
 _MAX_RANGE = 1_000_000
 
 
 def parse_plan_text(text: str) -> tuple[PlanNode, ...]:
     """Nodes from text. ``K0`` keeps block 0, ``K0-3`` keeps four; ``R(1)`` recomputes one, ``R(4-7)`` a segment.
 
-    ``S2[qkv,fc]`` keeps two outputs inside block 2. Inside ``R(...)`` a bare number is a block of the segment and
+    ``S2[qkv,fc]`` keeps two outputs inside block 2, ``C3[0.5]`` runs block 3 compiled. Inside ``R(...)`` a bare number is a block of the segment and
     another ``R(...)`` a nested recomputation.
     Raises ``ValueError`` that shows the place, what was found there and what is allowed.
     """
@@ -484,6 +505,8 @@ def parse_plan_text(text: str) -> tuple[PlanNode, ...]:
         elif match["selective"] is not None:
             names = tuple(match["names"].split(",")) if match["names"] else ()
             levels[-1].append(Selective(int(match["selective"]), names))
+        elif match["compiled"] is not None:
+            levels[-1].append(Compiled(int(match["compiled"]), float(match["budget"])))
         elif match["open"]:
             opened_at.append(match.start("open"))
             levels.append([])
@@ -522,7 +545,7 @@ def _text_error(text: str, position: int, *, depth: int) -> ValueError:
     allowed = (
         "a block number, a range like 4-7, 'R(' or ')'"
         if depth
-        else "K<block>, K<first>-<last>, R(...) or S<block>[...]"
+        else "K<block>, K<first>-<last>, R(...), S<block>[...] or C<block>[<budget>]"
     )
     return ValueError(
         f"plan text: found {found} at position {position}; expected {allowed}\n{_pointer(text, position)}"

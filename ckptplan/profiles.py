@@ -85,6 +85,29 @@ class SelectiveOption:
 
 
 @dataclass(frozen=True)
+class CompiledOption:
+    """A block compiled by torch.compile with one memory budget for its partitioner.
+
+    Attributes:
+        budget: 0 to 1; the share of what would be saved that the partitioner may save.
+        cost: its bytes, measured on the compiled block.
+        forward_time_ms, backward_time_ms: of the compiled block; None where no times were taken.
+        time_ms: what it adds to a step beside the fastest measured budget of the block.
+    """
+
+    budget: float
+    cost: StageCost
+    forward_time_ms: float | None = None
+    backward_time_ms: float | None = None
+    time_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        _normalise(self, "a compiled option")
+        if self.budget > 1:
+            raise ValueError(f"a compiled option: budget={self.budget!r}; expected 0 to 1")
+
+
+@dataclass(frozen=True)
 class BlockProfile:
     """What one block costs. Times are medians over trials unless the name says mean.
 
@@ -112,6 +135,7 @@ class BlockProfile:
         replayed_backward_peak_bytes: backward peak of the block kept inside a replay, which lets go of what autograd
             saved a moment earlier than a plain backward; None: taken to be that of ``keep``.
         selective: ways to keep part of the block, fewest bytes first; empty unless they were asked for.
+        compiled: ways to run the block compiled, by memory budget; empty unless they were asked for.
         before: what the model itself runs between the block before and this one, where that is anything.
 
     Built by hand, a single number or flag stands for a tuple of one (``output_bytes=5`` is ``(5,)``) and
@@ -163,6 +187,7 @@ class BlockProfile:
     num_trials: int | None = None
     warnings: tuple[str, ...] = ()
     selective: tuple[SelectiveOption, ...] = ()
+    compiled: tuple[CompiledOption, ...] = ()
     before: RegionProfile | None = None
 
     def __post_init__(self) -> None:
@@ -346,7 +371,7 @@ def _require_matching_flags(profile: ChainProfile) -> None:
     for block in profile:
         if block.before is not None:
             stages.append((f"region {block.before.name!r}", (block.before.cost,), block.before.output_is_input))
-        costs = (block.keep, block.recompute, *(option.cost for option in block.selective))
+        costs = (block.keep, block.recompute, *(option.cost for option in (*block.selective, *block.compiled)))
         stages.append((f"block {block.block_id!r}", costs, block.output_is_input))
     if profile.post is not None:
         stages.append((f"region {profile.post.name!r}", (profile.post.cost,), profile.post.output_is_input))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.graph import Output
-from ckptplan.profiles import BlockProfile, SelectiveOption
+from ckptplan.profiles import BlockProfile, CompiledOption, SelectiveOption
 
 
 def find_option(block: BlockProfile, names: Sequence[str]) -> SelectiveOption:
@@ -39,6 +39,18 @@ def find_option(block: BlockProfile, names: Sequence[str]) -> SelectiveOption:
             f"block {block.block_id!r} has {how_many} that keeps exactly [{','.join(names)}]; its options: {listed}"
         )
     return matching[0]
+
+
+def find_compiled(block: BlockProfile, budget: float) -> CompiledOption:
+    """The block's measured option of this budget; raises ``PlanIncompatibleError`` listing those that there are."""
+    for option in block.compiled:
+        if option.budget == budget:
+            return option
+    known = ", ".join(f"{option.budget:g}" for option in block.compiled) or "none (profile with compiled=True)"
+    raise PlanIncompatibleError(
+        f"block {block.block_id!r} was not measured compiled with the budget {budget:g}; measured: {known}"
+        + "".join(f" ({warning})" for warning in block.warnings)
+    )
 
 
 def short_names(block: BlockProfile, option: SelectiveOption) -> tuple[str, ...]:

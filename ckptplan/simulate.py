@@ -15,11 +15,13 @@ from ckptplan.errors import PlanIncompatibleError
 from ckptplan.gaps import expanded, expanded_nodes, has_gaps, places
 from ckptplan.plan import (
     CheckpointPlan,
+    Compiled,
     Keep,
     PlanNode,
     Recompute,
     Selective,
     blocks_of,
+    nodes_text,
     recomputed_blocks,
     tree_faults,
 )
@@ -33,7 +35,7 @@ from ckptplan.profiles import (
     recompute_costs,
     require_memory,
 )
-from ckptplan.selective import find_option
+from ckptplan.selective import find_compiled, find_option
 
 BEFORE, AFTER = "before the blocks", "head and loss"
 
@@ -147,6 +149,8 @@ def recompute_flops(profile: ChainProfile, nodes: Sequence[PlanNode]) -> int | N
     """FLOPs that recomputation adds to a step; None where the profile does not hold them."""
     if any(b.recompute_flops is None and b.eligible_for_checkpoint for b in profile):
         return None
+    if any(isinstance(node, Compiled) for node in nodes):
+        return None  # a compiler fuses and recomputes as it likes; nobody counts what
     return int(plan_recompute_cost(profile, nodes, "flops"))
 
 
@@ -165,6 +169,10 @@ def plan_recompute_cost(profile: ChainProfile, nodes: Sequence[PlanNode], cost: 
             known = option.flops if cost == "flops" else option.time_ms
             is_untimed = cost == "time" and recompute_time_ms(profile, ()) is None
             total += _known(profile, node.block, 1.0 if known is None and is_untimed else known, cost)
+        elif isinstance(node, Compiled):
+            if cost == "flops":
+                raise ValueError(f"cost='flops': the FLOPs of a compiled block ({nodes_text((node,))}) are not counted")
+            total += _known(profile, node.block, find_compiled(profile[node.block], node.budget).time_ms, cost)
     return total
 
 
@@ -216,9 +224,9 @@ def _stage_of_node(chain: ChainProfile, node: PlanNode, *, inside: bool = False)
         kept = kept_in_replay(block) if inside else block.keep
         assert kept is not None  # require_memory
         return _Stage(block.block_id, kept, block.output_bytes, block.output_is_input)
-    if isinstance(node, Selective):
+    if isinstance(node, (Selective, Compiled)):
         block = chain[node.block]
-        chosen = find_option(block, node.saved_ops).cost
+        chosen = part_cost(block, node)
         return _Stage(block.block_id, chosen, block.output_bytes, block.output_is_input)
     members = blocks_of((node,))
     first, last = chain[members[0]], chain[members[-1]]
@@ -241,6 +249,13 @@ def _stage_of_node(chain: ChainProfile, node: PlanNode, *, inside: bool = False)
     )
     name = f"{first.block_id}..{last.block_id}"
     return _Stage(name, cost, output_bytes, output_is_input, node if inside else None)
+
+
+def part_cost(block: BlockProfile, node: Selective | Compiled) -> StageCost:
+    """The bytes of a measured option of the block."""
+    if isinstance(node, Compiled):
+        return find_compiled(block, node.budget).cost
+    return find_option(block, node.saved_ops).cost
 
 
 def _random_bytes(chain: ChainProfile, node: Recompute) -> int:
@@ -505,7 +520,7 @@ def _additive_cost(
     retained = [0] * len(chain)
     level, timeline = 0, []
     for node in nodes:
-        if isinstance(node, (Keep, Selective)):
+        if isinstance(node, (Keep, Selective, Compiled)):
             retained[node.block] = _additive_bytes(chain[node.block], node)
             level += retained[node.block]
             timeline.append((chain[node.block].block_id, "forward", level))
@@ -515,11 +530,11 @@ def _additive_cost(
     return PlanCost(level, f"{stage} forward", tuple(timeline), time_ms, flops, tuple(retained))
 
 
-def _additive_bytes(block: BlockProfile, node: Keep | Selective) -> int:
+def _additive_bytes(block: BlockProfile, node: Keep | Selective | Compiled) -> int:
     """What stays alive because of the block, its own output included where the block itself holds it."""
     if isinstance(node, Keep):
         return block.activation_bytes_estimate or 0
-    cost = find_option(block, node.saved_ops).cost
+    cost = part_cost(block, node)
     flags = cost.keeps_output * (len(block.output_bytes) if len(cost.keeps_output) == 1 else 1)
     outputs = zip(block.output_bytes, block.output_is_input, flags, strict=True)
     return cost.saved_bytes + sum(size for size, passed, kept in outputs if kept and passed is None)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ckptplan.errors import CkptplanError
-from ckptplan.plan import Keep, PlanNode, Selective, blocks_of
+from ckptplan.plan import Compiled, Keep, PlanNode, Selective, blocks_of
 from ckptplan.profiles import ChainProfile
 from ckptplan.report.records import RunRecords, some
 from ckptplan.report.tables import plan_rows
@@ -111,7 +111,7 @@ def block_rows(
 # --- strips -----------------------------------------------------------------------------------------------------------
 
 # From least to most recomputation, with the letter that stands for it in the terminal's strip.
-DECISIONS = {"keep": "K", "keep part": "S", "recompute": "R", "recompute repeatedly": "N"}
+DECISIONS = {"keep": "K", "keep part": "S", "compiled": "C", "recompute": "R", "recompute repeatedly": "N"}
 
 
 def decisions_of(nodes: Iterable[PlanNode]) -> list[str]:
@@ -123,6 +123,8 @@ def decisions_of(nodes: Iterable[PlanNode]) -> list[str]:
             found[node.block] = ("keep", "recompute", "recompute repeatedly")[min(depth, 2)]
         elif isinstance(node, Selective):
             found[node.block] = "keep part"
+        elif isinstance(node, Compiled):
+            found[node.block] = "compiled"
         else:
             for child in node.children:
                 walk(child, depth + 1)

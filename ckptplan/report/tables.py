@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckptplan.plan import CheckpointDecision, CheckpointPlan, Keep, PlanNode, Selective
+from ckptplan.plan import CheckpointDecision, CheckpointPlan, Compiled, Keep, PlanNode, Selective
 from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
 from ckptplan.selective import find_option
 from ckptplan.units import format_bytes, format_ms, format_percent
@@ -76,6 +76,9 @@ def _decision_words(nodes: Iterable[PlanNode], segments: tuple[str, ...] = ()) -
             continue
         if isinstance(node, Selective):
             yield node.block, "keep part"
+            continue
+        if isinstance(node, Compiled):
+            yield node.block, f"compiled [{node.budget:g}]"
             continue
         blocks = [block for block, _ in _decision_words(node.children)]
         if len(blocks) == 1 and not segments:
