@@ -3,7 +3,7 @@
 ``apply_plan`` builds a container of its own and touches no block. ``checkpointed`` patches a whole model,
 reversibly. Both run the tree of the plan: a kept block is called; a recomputed node runs under
 ``recompute.run_segment``, nested as in the tree; a block of which part is kept runs under
-``replay.run_replayed``. With gradients off everything is called plainly.
+``replay.run_replayed``, a compiled one as ``compiling.CompiledBlock``. With gradients off everything is called plainly.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from ckptplan.blocks import CheckpointableBlock, call_block, declare_blocks, is_called_with
+from ckptplan.compiling import CompiledBlock, called_as
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.graph import Output
-from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, Selective, blocks_of
+from ckptplan.plan import CheckpointPlan, Compiled, Keep, PlanNode, Recompute, Selective, blocks_of
 from ckptplan.profiles import modules_of
 from ckptplan.recompute import Guards, buffer_slots, run_block, run_segment
 from ckptplan.replay import run_replayed
@@ -67,17 +68,23 @@ class CheckpointedSequential(nn.Module):
         modules = list(self.blocks)
         how = _how_to_run(self.plan, modules)
         value: Any = inputs
+
+        def call(index: int, given: Any) -> Any:
+            with called_as(how.compiled.get(index)):
+                return call_block(modules[index], given, kwargs)
+
         for node in self.plan.nodes:
-            value = run_node(node, value, lambda i, v: call_block(modules[i], v, kwargs), how)
+            value = run_node(node, value, call, how)
         return value
 
 
 @dataclass(frozen=True)
 class HowToRun:
-    """Per block what a recomputation restores, and what inside it is kept (of Selective nodes)."""
+    """Per block what a recomputation restores, and what inside it is kept (of Selective nodes); Compiled blocks."""
 
     guards: tuple[Guards, ...]
     kept: tuple[tuple[Output, ...], ...]
+    compiled: Mapping[int, CompiledBlock]
 
 
 def run_node(node: PlanNode, value: Any, call: CallBlock, how: HowToRun) -> Any:
@@ -86,7 +93,7 @@ def run_node(node: PlanNode, value: Any, call: CallBlock, how: HowToRun) -> Any:
     Raises:
         PlanIncompatibleError: a node that this executor does not know.
     """
-    if isinstance(node, Keep):
+    if isinstance(node, (Keep, Compiled)):  # a compiled block has its other forward already
         return run_block(call, how.guards[node.block], node.block, value)
     if isinstance(node, Selective):
         return run_replayed(call, how.kept[node.block], node.block, value)
@@ -114,7 +121,9 @@ def _how_to_run(plan: CheckpointPlan, modules: Sequence[nn.Module]) -> HowToRun:
         Guards(buffer_slots(module, decision.mutated_buffers), (module,))
         for decision, module in zip(plan.decisions, modules, strict=True)
     )
-    return HowToRun(guards, tuple(tuple(map(Output.of, d.saved_ops or ())) for d in plan.decisions))
+    kept = tuple(tuple(map(Output.of, d.saved_ops or ())) for d in plan.decisions)
+    compiled = {n.block: CompiledBlock(modules[n.block], n.budget) for n in plan.nodes if isinstance(n, Compiled)}
+    return HowToRun(guards, kept, compiled)
 
 
 class checkpointed:
@@ -211,14 +220,15 @@ class checkpointed:
 
     def _call(self, index: int, value: Any) -> Any:
         module = self._modules[index]
-        original = type(module).forward  # what the class says; the instance has ours
+        # what the class says; the instance has ours
+        original = self._how.compiled.get(index) or type(module).forward.__get__(module)
         if isinstance(value, _Arguments):
-            return original(module, *value.args, **value.kwargs)
+            return original(*value.args, **value.kwargs)
         if isinstance(value, (tuple, list)):
-            return original(module, *value)
+            return original(*value)
         if isinstance(value, dict):
-            return original(module, **value)
-        return original(module, value)
+            return original(**value)
+        return original(value)
 
 
 class _PlannedForward:

@@ -16,11 +16,12 @@ from torch import nn
 from ckptplan.apply import checkpointed
 from ckptplan.blocks import CheckpointableBlock
 from ckptplan.budget import CUDA_MARGIN, StaticBytes, static_bytes
+from ckptplan.compiled_choices import COMPILED_BUDGETS
 from ckptplan.equality import EqualityCheck, check_equality
 from ckptplan.errors import InfeasibleTargetError
 from ckptplan.measure import profile_model
 from ckptplan.plan import CheckpointPlan
-from ckptplan.planners import PLANNERS_WITH_OPTIONS, plan_checkpoints
+from ckptplan.planners import PLANNERS_THAT_COMPILE, PLANNERS_WITH_OPTIONS, plan_checkpoints
 from ckptplan.planners.budgets import budget_for, step_cost
 from ckptplan.profiles import ChainProfile, name_some
 from ckptplan.simulate import no_checkpoint_peak
@@ -117,7 +118,15 @@ def fit(
         if any(place.switch for place in foreign_checkpoints(model)):
             undo.append(switched_off(model))
             lines.append("the model's own gradient checkpointing is switched off: the plan takes its place")
-        profile = profile_model(model, blocks, batch, seen.watching(loss_fn), device=where, selective=with_options)
+        profile = profile_model(
+            model,
+            blocks,
+            batch,
+            seen.watching(loss_fn),
+            device=where,
+            selective=with_options,
+            compiled_budgets=COMPILED_BUDGETS if planner in PLANNERS_THAT_COMPILE else (),
+        )
         static = static_of(model, optimizer, batch)
         plan = _plan(profile, kind, amount, static, where, planner, cost)
         equality = check_equality(model, plan, batch, loss_fn, device=where) if check else None
@@ -210,6 +219,8 @@ def summary_lines(
     done = f"{plan.recomputed} of {len(profile)} blocks recomputed"
     if plan.selective:
         done += f", {plan.selective} kept in part"
+    if plan.compiled:
+        done += f", {plan.compiled} compiled"
     text = plan.text if len(plan.text) <= LONGEST_PLAN else f"{plan.text[:LONGEST_PLAN]}..."
     lines = [f"{done}: {text} ({plan.planner}, {format_seconds(elapsed_s)})"]
     unplanned = plan.no_checkpoint_peak_bytes

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptplan.check import check_plan
+from ckptplan.errors import PlanIncompatibleError
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners.milp import ilp
 from ckptplan.planners.nested import cheapest_flat, optimal
@@ -103,10 +104,16 @@ def certify(
     Args:
         cross_check: whether HiGHS confirms the flat bound; None: where scipy is there and the chain is short.
 
-    Raises ``PlanIncompatibleError`` for a plan that does not keep what it says (the referee judges it first).
+    Raises ``PlanIncompatibleError`` for a plan that does not keep what it says (the referee judges it first), and for
+    one with compiled blocks.
     """
     chain = as_chain(profiles)
     check_plan(chain, plan)
+    if plan.compiled:
+        raise PlanIncompatibleError(
+            f"{plan.compiled} of the plan's blocks run compiled; a certificate compares eager plans with eager ones. "
+            "How far planner 'compile' may be from its best is the plan's optimality_gap"
+        )
     memory_model: MemoryModel = "additive" if plan.memory_model == "additive" else "peak"
     kind: CostKind = "flops" if plan.cost_kind == "flops" else "time"
     simulated = simulate_plan(chain, plan.nodes, memory_model)

@@ -174,7 +174,9 @@ def _peak_bytes(chain: ChainProfile, plan: CheckpointPlan) -> int:
 def _peak_of_nodes(chain: ChainProfile, nodes: Sequence[PlanNode], memory_model: str) -> int:
     if memory_model == "additive":
         kept = sum(chain[node.block].activation_bytes_estimate or 0 for node in nodes if isinstance(node, Keep))
-        return kept + sum(_part_kept(chain[node.block], node) for node in nodes if isinstance(node, (Selective, Compiled)))
+        return kept + sum(
+            _part_kept(chain[node.block], node) for node in nodes if isinstance(node, (Selective, Compiled))
+        )
     stages = []
     for node in nodes:
         before = chain[blocks_of((node,))[0]].before

@@ -43,6 +43,7 @@ PLANNER_NAMES = {
     "dp": "dynamic_programming",
     "optimal": "optimal",
     "ilp": "ilp",
+    "compile": "compile_budget",
 }
 PLAN_SOURCES = ("text", "file")
 
@@ -599,6 +600,9 @@ def _check_choices(config: RunConfig) -> None:
         raise config_error("resume", "", "empty; expected a run folder, a name, latest or auto", remedy="resume=latest")
     planner = config.planner
     check_choice("planner.name", planner.name, (*PLANNER_NAMES, *PLAN_SOURCES))
+    if planner.name == "compile" and config.cost == "flops":
+        problem = "planner=compile goes by measured time: nobody counts the FLOPs of compiled code"
+        raise config_error("cost", "flops", problem, remedy="planner=compile cost=time")
     for name, key, value, example in (
         ("text", "planner.text", planner.text, shell_override("planner.text", "K0 R(1)")),
         ("file", "planner.path", planner.path, "planner.path=plan.json"),

@@ -75,6 +75,11 @@ def verify_plan(model: nn.Module, plan: CheckpointPlan, batch: Any, loss_fn: Los
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function loss_fn(model, batch)")
     checkpointed(model, plan)  # a plan of another model is told before the model is copied
+    if plan.compiled:
+        raise DryRunError(
+            f"{plan.compiled} of the plan's blocks run compiled, and compiled code allocates where fake tensors do not "
+            "see it; their bytes were measured when they were profiled"
+        )
     (twin,) = make_twin([model])
     devices = {t.device for t in (*model.parameters(), *model.buffers(), *tensors_in(batch))}
     where = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))

@@ -38,6 +38,10 @@ class NoDifferentiableOutputError(CkptplanError):
         self.block_ids = tuple(block_ids)
 
 
+class CompilerMissingError(CkptplanError):
+    """Blocks cannot be compiled on this machine: what is missing, and how to get it."""
+
+
 class TimingOnlyProfileError(CkptplanError):
     """The profile holds no memory figures, so no plan can be made from it."""
 

@@ -26,6 +26,7 @@ from ckptplan.assembly import (
     with_choices,
 )
 from ckptplan.choices import Choices
+from ckptplan.compiled_choices import Compiling, measure_compiled, time_compiled, with_compiled
 from ckptplan.kinds import Kind, examine, kind_key, measure_bytes_and_flops, observe_block, time_key, with_loss
 from ckptplan.memory import MemoryMeter, make_meter
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
@@ -38,7 +39,12 @@ from ckptplan.trees import storage_key
 
 
 def measure_any(
-    subject: Subject, trials: Trials, memory: str, check_stop: Callable[[], None], selective: bool
+    subject: Subject,
+    trials: Trials,
+    memory: str,
+    check_stop: Callable[[], None],
+    selective: bool,
+    budgets: tuple[float, ...] = (),
 ) -> ChainProfile:
     """The profile of a model as it is.
 
@@ -65,12 +71,20 @@ def measure_any(
         choices = find_choices_of_kinds(kinds, dict(zip(keys, time_keys, strict=True)), timed, subject, memory)
     of_timed = {name: choices[key] for name, kind in timed.items() for key in choices if kinds[key] is kind}
     watch = _RegionWatch(skeleton)
-    clocks = measure_times(timed, {}, of_timed, subject, trials, check_stop, also=watch.trial)
+    how = Compiling(budgets, subject.device, memory, check_stop=check_stop)
+    compiled = measure_compiled(kinds, dict(zip(keys, time_keys, strict=True)), timed, how) if budgets else {}
+
+    def also(is_counted: bool) -> None:
+        watch.trial(is_counted)
+        time_compiled(compiled, subject.device, subject.synchronize, is_counted=is_counted)
+
+    clocks = measure_times(timed, {}, of_timed, subject, trials, check_stop, also)
     shared = SharedWeights.of_calls(subject, trace, [kinds[key] for key in keys], memory)
     blocks = []
     for order, key in enumerate(keys):
         block = block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory)
         block, own_choices = with_choices(block, choices.get(key)), choices.get(key)
+        block = with_compiled(block, compiled.get(key))
         blocks.append(shared.block_beside(block, kinds[key], own_choices, with_waiting=False))
     accounts = None if memory == "off" else Accounts.of(skeleton, memory)
     regions = watch.regions(accounts)
@@ -312,6 +326,7 @@ class Accounts:
             keep=block.keep and self._placed(order, block.keep, waiting),
             recompute=block.recompute and self._placed(order, block.recompute, waiting),
             selective=tuple(replace(o, cost=self._placed(order, o.cost, waiting)) for o in block.selective),
+            compiled=tuple(replace(o, cost=self._placed(order, o.cost, waiting)) for o in block.compiled),
         )
 
     def _waiting_bytes(self, order: int) -> int:

@@ -27,6 +27,8 @@ from ckptplan.assembly import (
 )
 from ckptplan.blocks import CheckpointableBlock, model_fingerprint, require_blocks, select_blocks
 from ckptplan.choices import Choices
+from ckptplan.compiled_choices import Compiling, measure_compiled, time_compiled, with_compiled
+from ckptplan.compiling import require_compiler
 from ckptplan.discovery import find_blocks
 from ckptplan.errors import BlockDeclarationError, UnsupportedBoundaryError
 from ckptplan.flow import between, holds_more, measure_any
@@ -63,6 +65,7 @@ def profile_blocks(
     memory: str = "auto",
     make_target: Callable[[Any], torch.Tensor] | None = None,
     selective: bool = False,
+    compiled_budgets: Sequence[float] = (),
 ) -> ChainProfile:
     """What each block of a plain chain costs, in bytes, milliseconds and FLOPs.
 
@@ -78,6 +81,9 @@ def profile_blocks(
             cost the gradient of the output only.
         selective: also find and measure ways to keep part of each block (``BlockProfile.selective``); a
             block without any says why in its warnings.
+        compiled_budgets: also compile each kind of block with these memory budgets (0 to 1) of torch.compile's
+            partitioner, and measure it (``BlockProfile.compiled``); a block that cannot be says why in its warnings.
+            Compiling takes seconds for each kind and budget.
 
     Raises:
         ValueError, TypeError: no blocks, wrong device or dtype, bad counts.
@@ -108,6 +114,7 @@ def profile_blocks(
         memory=memory,
         has_loss=make_target is not None,
         selective=selective,
+        compiled_budgets=compiled_budgets,
     )
 
 
@@ -123,6 +130,7 @@ def profile_model(
     memory: str = "auto",
     check_stop: Callable[[], None] = lambda: None,
     selective: bool = False,
+    compiled_budgets: Sequence[float] = (),
 ) -> ChainProfile:
     """What each block of ``model`` costs, and what the model runs before and after them.
 
@@ -136,7 +144,7 @@ def profile_model(
         loss_fn: ``loss_fn(model, batch)`` -> scalar loss.
         device: default: where the model's parameters are (without any: its buffers, the batch).
         check_stop: called between trials; may raise to end the profiling.
-        selective: as in ``profile_blocks``.
+        selective, compiled_budgets: as in ``profile_blocks``.
 
     Raises: as ``profile_blocks``.
     """
@@ -158,6 +166,7 @@ def profile_model(
         memory=memory,
         has_loss=True,
         selective=selective,
+        compiled_budgets=compiled_budgets,
         check_stop=check_stop,
     )
 
@@ -194,9 +203,11 @@ def _profile(
     memory: str,
     has_loss: bool,
     selective: bool,
+    compiled_budgets: Sequence[float],
     check_stop: Callable[[], None] = lambda: None,
 ) -> ChainProfile:
     require_placement(blocks, batch, device, dtype)
+    budgets = _checked_budgets(compiled_budgets, device, memory)
     if memory != "off":
         make_meter(device, memory)  # a wrong meter is told before work is spent
     with ExitStack() as stack:
@@ -210,12 +221,28 @@ def _profile(
 
         if not has_loss or isinstance(model, PlainChain):
             chain = subject()
-            return _measure(chain, trace_subject(chain), trials, memory, check_stop, selective)
+            return _measure(chain, trace_subject(chain), trials, memory, check_stop, selective, budgets)
         found = _plain_chain(subject)
         if found is not None:
-            return _measure(*found, trials, memory, check_stop, selective)
-        profile = measure_any(subject(), trials, memory, check_stop, selective)
+            return _measure(*found, trials, memory, check_stop, selective, budgets)
+        profile = measure_any(subject(), trials, memory, check_stop, selective, budgets)
         return replace(profile, fingerprint=model_fingerprint(_in_running_order(blocks, profile)))
+
+
+def _checked_budgets(budgets: Sequence[float], device: torch.device, memory: str) -> tuple[float, ...]:
+    """Distinct, rising; none where no bytes are measured."""
+    for budget in budgets:
+        if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 <= budget <= 1:
+            raise ValueError(f"compiled_budgets has {budget!r}; expected numbers from 0 to 1")
+    if not budgets or memory == "off":
+        return ()
+    if memory == "live":
+        raise ValueError(
+            "compiled_budgets with memory='live': a compiled block runs eagerly where tensors are watched; use "
+            "memory='auto'"
+        )
+    require_compiler(device)
+    return tuple(sorted({float(budget) for budget in budgets}))
 
 
 def _plain_chain(subject: Callable[[], Subject]) -> tuple[Subject, ChainTrace] | None:
@@ -241,6 +268,7 @@ def _measure(
     memory: str,
     check_stop: Callable[[], None],
     selective: bool,
+    budgets: tuple[float, ...],
 ) -> ChainProfile:
     regions: dict[str, StageForward] = {}
     if subject.has_loss:
@@ -259,12 +287,19 @@ def _measure(
             kinds, dict(zip(keys, time_keys, strict=True)), timed, subject, memory, loss_bytes(regions)
         )
     of_timed = {name: choices[key] for name, kind in timed.items() for key in choices if kinds[key] is kind}
-    clocks = measure_times(timed, regions, of_timed, subject, trials, check_stop)
+    how = Compiling(budgets, subject.device, memory, loss_bytes(regions), check_stop)
+    compiled = measure_compiled(kinds, dict(zip(keys, time_keys, strict=True)), timed, how) if budgets else {}
+
+    def also(is_counted: bool) -> None:
+        time_compiled(compiled, subject.device, subject.synchronize, is_counted=is_counted)
+
+    clocks = measure_times(timed, regions, of_timed, subject, trials, check_stop, also)
     first = trace.calls[0]
     blocks: list[BlockProfile] = []
     for order, key in enumerate(keys):
         block = block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory)
-        block = shared.block_beside(with_choices(block, choices.get(key)), kinds[key], choices.get(key))
+        block = with_compiled(with_choices(block, choices.get(key)), compiled.get(key))
+        block = shared.block_beside(block, kinds[key], choices.get(key))
         if order and not (trace.calls[order].follows or isinstance(subject.twin, PlainChain)):
             block = replace(block, before=_nothing_between(blocks[-1], block))
         blocks.append(block)

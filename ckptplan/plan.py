@@ -427,7 +427,9 @@ def _collect_node_faults(nodes: Sequence[PlanNode], faults: list[str]) -> None:
             faults += [f"{_node_text(child)} stands inside a recomputation; it may at the top only" for child in inside]
             _collect_node_faults(node.children, faults)
         else:
-            faults.append(f"{node!r} is no node that this version knows; expected Keep, Recompute, Selective or Compiled")
+            faults.append(
+                f"{node!r} is no node that this version knows; expected Keep, Recompute, Selective or Compiled"
+            )
 
 
 def _selective_faults(node: Selective) -> list[str]:
@@ -476,7 +478,7 @@ def _node_text(node: PlanNode) -> str:
 _TOKEN = re.compile(
     r"\s*(?:(?P<keep>K)?(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?(?=[\s()]|$)|(?P<open>R\()|(?P<close>\)))"
     r"|\s*S(?P<selective>[0-9]+)\[(?P<names>[^\s\[\]]*)\](?=[\s()]|$)"
-    r"|\s*C(?P<compiled>[0-9]+)\[(?P<budget>[0-9]+(?:\.[0-9]*)?)\](?=[\s()]|$)"
+    r"|\s*C(?P<compiled>[0-9]+)\[(?P<budget>[0-9]+(?:\.[0-9]*)?(?:e-[0-9]+)?)\](?=[\s()]|$)"
 )
 _LATER_NODES = {"O": "Offload"}
 _MAX_RANGE = 1_000_000
@@ -485,8 +487,8 @@ _MAX_RANGE = 1_000_000
 def parse_plan_text(text: str) -> tuple[PlanNode, ...]:
     """Nodes from text. ``K0`` keeps block 0, ``K0-3`` keeps four; ``R(1)`` recomputes one, ``R(4-7)`` a segment.
 
-    ``S2[qkv,fc]`` keeps two outputs inside block 2, ``C3[0.5]`` runs block 3 compiled. Inside ``R(...)`` a bare number is a block of the segment and
-    another ``R(...)`` a nested recomputation.
+    ``S2[qkv,fc]`` keeps two outputs inside block 2, ``C3[0.5]`` runs block 3 compiled. Inside ``R(...)`` a
+    bare number is a block of the segment and another ``R(...)`` a nested recomputation.
     Raises ``ValueError`` that shows the place, what was found there and what is allowed.
     """
     if not isinstance(text, str):

@@ -371,7 +371,8 @@ def _require_matching_flags(profile: ChainProfile) -> None:
     for block in profile:
         if block.before is not None:
             stages.append((f"region {block.before.name!r}", (block.before.cost,), block.before.output_is_input))
-        costs = (block.keep, block.recompute, *(option.cost for option in (*block.selective, *block.compiled)))
+        in_part = (*(option.cost for option in block.selective), *(option.cost for option in block.compiled))
+        costs = (block.keep, block.recompute, *in_part)
         stages.append((f"block {block.block_id!r}", costs, block.output_is_input))
     if profile.post is not None:
         stages.append((f"region {profile.post.name!r}", (profile.post.cost,), profile.post.output_is_input))

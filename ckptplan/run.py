@@ -27,16 +27,19 @@ from ckptplan.benchmark import percentile
 from ckptplan.blocks import BlockSelection, model_fingerprint, select_blocks
 from ckptplan.budget import PlannedRun, StaticBytes, plan_for_budget, static_bytes
 from ckptplan.certificate import Certificate, certify
+from ckptplan.compiled_choices import COMPILED_BUDGETS
+from ckptplan.compiling import require_compiler
 from ckptplan.config import PlannerConfig, RunConfig, config_error, config_hash, config_yaml
 from ckptplan.curve import plan_curve
 from ckptplan.data import Batch
 from ckptplan.data.spec import explain_mismatch
 from ckptplan.discovery import find_blocks
 from ckptplan.dry_run import verify_plan
-from ckptplan.equality import RTOL_FLOAT32, RTOL_HALF, mismatch_error
+from ckptplan.equality import RTOL_COMPILED, RTOL_FLOAT32, RTOL_HALF, mismatch_error
 from ckptplan.errors import (
     BlockDeclarationError,
     CkptplanError,
+    CompilerMissingError,
     ConfigError,
     DryRunError,
     InfeasibleTargetError,
@@ -47,8 +50,8 @@ from ckptplan.errors import (
 )
 from ckptplan.measure import profile_model
 from ckptplan.optim import learning_rate_schedule
-from ckptplan.plan import CheckpointDecision, CheckpointPlan
-from ckptplan.planners import PLANNERS_WITH_OPTIONS
+from ckptplan.plan import CheckpointDecision, CheckpointPlan, Compiled, PlanNode, parse_plan_text
+from ckptplan.planners import PLANNERS_THAT_COMPILE, PLANNERS_WITH_OPTIONS
 from ckptplan.profile_cache import SharedProfile, profile_key, shared_profile
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 from ckptplan.proof import GradientCheck, StepProof, is_out_of_memory, pair_of_model, prove_model
@@ -275,12 +278,19 @@ class _Run:
         stored_plan = None if self.stored is None else self.stored.planned(made_for)
         profile = self.stored_profile(stored_plan, selection) or self.profile(model, selection, batch, runtime)
         planned = self.plan(profile, static, stored_plan)
-        certificate = self.certify(model, planned.plan, profile, batch, runtime)
+        certificate = None
+        if planned.plan.compiled:
+            self.result.notes.append(
+                "no certificate and no trade-off curve: they compare eager plans, and blocks of this one run compiled"
+            )
+        else:
+            certificate = self.certify(model, planned.plan, profile, batch, runtime)
         if self.config.plan_only:
             self.result.status = "ok" if planned.plan.feasible else "over_budget"
             return
         proof = self.prove(model, planned.plan, profile, batch, runtime)
-        replace(certificate, measured_peak_bytes=proof.peak_bytes).save(self.folder / "certificate.json")
+        if certificate is not None:
+            replace(certificate, measured_peak_bytes=proof.peak_bytes).save(self.folder / "certificate.json")
         self.states.begin(trained, stored_form(planned, made_for), self.resolved)
         summary = self.train(trained, planned.plan, schedule, settings, streams)
         self.result.status = self.final_status(planned.plan, summary)
@@ -301,6 +311,11 @@ class _Run:
         self.result.torch = torch.__version__
         self.result.environment["device"] = runtime.device_name
         log.info("runtime: %s; seed %d", runtime.explanation, self.config.seed)
+        if _compiled_budgets(self.config.planner):
+            try:
+                require_compiler(runtime.device)
+            except CompilerMissingError as error:
+                raise ConfigError(f"planner={self.config.planner.name}: {error}") from error
         return runtime
 
     def build_model(self, data: Any, runtime: Runtime) -> nn.Module:
@@ -383,6 +398,7 @@ class _Run:
     def profile(self, model: nn.Module, selection: BlockSelection, batch: Batch, runtime: Runtime) -> ChainProfile:
         start_s = time.perf_counter()
         with_options = self.measures_options()
+        budgets = _compiled_budgets(self.config.planner)
 
         def measure() -> ChainProfile:
             log.info("profiling %d blocks ...", len(selection.blocks))
@@ -395,6 +411,7 @@ class _Run:
                 num_warmup=self.config.profile.num_warmup,
                 num_trials=self.config.profile.num_trials,
                 selective=with_options,
+                compiled_budgets=budgets,
                 check_stop=self.stop.check,
             )
 
@@ -403,7 +420,7 @@ class _Run:
                 profile = measure()
                 self.result.profile = ProfileRecord("measured", None, time.perf_counter() - start_s)
             else:
-                key = self.profile_key(model, batch, runtime)
+                key = self.profile_key(model, batch, runtime, budgets)
                 shared = shared_profile(
                     Path(self.config.profile.cache),
                     key,
@@ -423,15 +440,17 @@ class _Run:
         log.info("profile: %d blocks of %s %s in %.1f s", len(profile), of_kinds, how, self.result.timing.profile_s)
         return profile
 
-    def profile_key(self, model: nn.Module, batch: Batch, runtime: Runtime) -> str:
+    def profile_key(self, model: nn.Module, batch: Batch, runtime: Runtime, budgets: tuple[float, ...]) -> str:
         config = self.config
-        settings = {
+        settings: dict[str, Any] = {
             "model": config.model,
             "data": {key: value for key, value in config.data.items() if key != "seed"},
             "blocks": config.blocks.paths,
             "dtype": str(config.runtime.dtype),
             "trials": [config.profile.num_warmup, config.profile.num_trials],
         }
+        if budgets:
+            settings["compiled_budgets"] = list(budgets)
         return profile_key(model, (batch.inputs, batch.targets), settings, runtime.device_name)
 
     def take_shared(self, shared: SharedProfile) -> ChainProfile:
@@ -482,10 +501,12 @@ class _Run:
             kept=plan.kept,
             recomputed=plan.recomputed,
             selective=plan.selective,
+            compiled=plan.compiled,
             optimality_gap=plan.optimality_gap,
         )
         cost = simulate_plan(profile, plan)
-        self.result.latency.predicted_overhead_ratio = _overhead(profile, cost)
+        if not plan.compiled:  # its cost is beside the fastest compiled step, not beside the eager one
+            self.result.latency.predicted_overhead_ratio = _overhead(profile, cost)
         self.result.latency.recompute_flops_ratio = _flops_ratio(profile, cost)
         plan.save(self.folder / "plan.json")
         plan_table(profile, plan, self.console, planner=self.config.planner.name)
@@ -537,7 +558,7 @@ class _Run:
     ) -> StepProof:
         log.info("proving the plan by real steps, with and without it ...")
         is_half = runtime.autocast_dtype is not None or runtime.parameter_dtype is not torch.float32
-        rtol = RTOL_HALF if is_half else RTOL_FLOAT32
+        rtol = RTOL_HALF if is_half else RTOL_COMPILED if plan.compiled else RTOL_FLOAT32
         proof = prove_model(
             model,
             plan,
@@ -692,6 +713,21 @@ def _wants_options(planner: PlannerConfig) -> bool:
         except (OSError, CkptplanError):  # the planner tells what is wrong with it
             return False
     return planner.name in PLANNERS_WITH_OPTIONS
+
+
+def _compiled_budgets(planner: PlannerConfig) -> tuple[float, ...]:
+    """Budgets with which blocks are compiled: those that the planner chooses among, or that a given plan names."""
+    if planner.name in PLANNERS_THAT_COMPILE:
+        return COMPILED_BUDGETS
+    nodes: tuple[PlanNode, ...] = ()
+    try:
+        if planner.text is not None:
+            nodes = parse_plan_text(planner.text)
+        elif planner.path is not None:
+            nodes = CheckpointPlan.load(planner.path).nodes
+    except (OSError, ValueError, CkptplanError):  # the planner tells what is wrong with it
+        return ()
+    return tuple(sorted({node.budget for node in nodes if isinstance(node, Compiled)}))
 
 
 def _decision_word(decision: CheckpointDecision) -> str:

@@ -46,7 +46,10 @@ def find_compiled(block: BlockProfile, budget: float) -> CompiledOption:
     for option in block.compiled:
         if option.budget == budget:
             return option
-    known = ", ".join(f"{option.budget:g}" for option in block.compiled) or "none (profile with compiled=True)"
+    known = (
+        ", ".join(f"{option.budget:g}" for option in block.compiled)
+        or "none (profile with compiled_budgets=(0.0, 0.5, 1.0))"
+    )
     raise PlanIncompatibleError(
         f"block {block.block_id!r} was not measured compiled with the budget {budget:g}; measured: {known}"
         + "".join(f" ({warning})" for warning in block.warnings)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ckptplan.choices import Choices, option_forward
+from ckptplan.compiled_choices import compiled_forward
 from ckptplan.kinds import Kind, block_forward, settled_bytes, with_loss
 from ckptplan.memory import make_meter
 from ckptplan.profiles import BlockProfile, StageCost
@@ -139,6 +140,7 @@ class SharedWeights:
         of_options = [
             growth(option_forward(own_kind, choice.saved_ops, device)) for choice in (choices.found if choices else ())
         ]
+        of_compiled = [growth(compiled_forward(own_kind, option.budget, device)) for option in block.compiled]
         replayed = block.replayed_backward_peak_bytes
         return replace(
             block,
@@ -148,6 +150,10 @@ class SharedWeights:
             selective=tuple(
                 replace(option, cost=with_loss(option.cost, waiting_bytes + more))
                 for option, more in zip(block.selective, of_options, strict=True)
+            ),
+            compiled=tuple(
+                replace(option, cost=with_loss(option.cost, waiting_bytes + more))
+                for option, more in zip(block.compiled, of_compiled, strict=True)
             ),
             output_gradient_bytes=(block.output_gradient_bytes or 0) + waiting_bytes,
         )

@@ -17,12 +17,12 @@ PACKAGE = Path(ckptplan.__file__).parent
 # Every file, from the ground up; "planners" is planners/__init__.py.
 ORDER = """
 errors units console config record graph options
-randomness runtime optim trees wrappers blocks memory recompute replay twin subject profiles selective stages signatures
-operators
-trace discovery observe kinds choices regions tied assembly skeleton flow measure
+randomness runtime optim trees wrappers blocks memory compiling recompute replay twin subject profiles selective stages
+signatures operators
+trace discovery observe kinds choices compiled_choices regions tied assembly skeleton flow measure
 plan gaps targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
 planners.options planners.stairs planners.stretches planners.nested planners.milp
-planners.budgets planners.reasons planners
+planners.compiled planners.budgets planners.reasons planners
 curve certificate explanation
 validate apply dry_run proof equality benchmark budget autofit
 data.spec data.checks data.order data data.dataset data.digits data.images data.text data.tokens
@@ -38,8 +38,8 @@ run cli __main__
 TORCH_FREE = """
 errors units console config targets record graph options profiles selective plan gaps simulate check planners
 planners.tables planners.heuristic planners.fixed planners.flat planners.options planners.stairs planners.stretches
-planners.nested planners.milp planners.budgets planners.reasons curve certificate explanation data.spec runs jobs
-sweep_table sweeps report report.tables report.records report.steps report.figures
+planners.nested planners.milp planners.compiled planners.budgets planners.reasons curve certificate explanation
+data.spec runs jobs sweep_table sweeps report report.tables report.records report.steps report.figures
 report.vega report.tradeoff report.charts report.page report.export report.text report.__main__ cli
 """.split()
 

@@ -23,6 +23,7 @@ from ckptplan.plan import (
     tree_faults,
 )
 from ckptplan.planners.budgets import TARGET_KINDS, TargetKind, budget_for, checked_target, step_cost, take_static_bytes
+from ckptplan.planners.compiled import compile_budget
 from ckptplan.planners.fixed import checkpoint_all, file, no_checkpoint, text, uniform
 from ckptplan.planners.flat import dynamic_programming
 from ckptplan.planners.heuristic import greedy, smallest_reachable
@@ -45,6 +46,7 @@ from ckptplan.simulate import PlanCost, no_checkpoint_peak, plan_recompute_cost,
 
 __all__ = [
     "PLANNERS",
+    "PLANNERS_THAT_COMPILE",
     "PLANNERS_WITH_OPTIONS",
     "TARGET_KINDS",
     "Planner",
@@ -70,10 +72,13 @@ PLANNERS: dict[str, Planner] = {
     "dp": dynamic_programming,
     "optimal": optimal,
     "ilp": ilp,
+    "compile_budget": compile_budget,
+    "compile": compile_budget,
     "text": text,
     "file": file,
 }
 PLANNERS_WITH_OPTIONS = frozenset({"optimal", "ilp"})  # those that choose options inside blocks, if the profile has any
+PLANNERS_THAT_COMPILE = frozenset({"compile_budget", "compile"})  # those that need compiled blocks in the profile
 
 
 def plan_checkpoints(

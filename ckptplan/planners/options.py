@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from ckptplan.plan import Keep, PlanNode, Recompute, Selective
+from ckptplan.plan import Compiled, Keep, PlanNode, Recompute, Selective
 from ckptplan.planners.flat import Stages
 from ckptplan.planners.tables import Transition
 from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, StageCost, recompute_costs
@@ -171,6 +171,28 @@ def option_chain(profile: ChainProfile, cost: CostKind | None) -> OptionChain:
     )
 
 
+def compiled_chain(profile: ChainProfile) -> OptionChain:
+    """The chain with each block compiled under one of its measured budgets; a block without any is kept as it is.
+
+    Budgets of equal bytes are one graph: the largest of them stands for all.
+    """
+    bare = tuple(replace(block, eligible_for_checkpoint=False, selective=()) for block in profile)
+    chain = option_chain(replace(profile, blocks=bare), None)
+    distinct = [list({option.cost: option for option in block.compiled}.values()) for block in profile]
+    times = [option.time_ms or 0.0 for options in distinct for option in options]
+    unit, runs_scale = _scale([(time_ms, 0.0) for time_ms in times])
+    blocks = []
+    for block, options in zip(chain.blocks, distinct, strict=True):
+        ways = tuple(
+            Option(o.cost, round(Fraction(str(o.time_ms or 0.0)) / unit) * runs_scale, RunCompiled(o.budget))
+            for o in options
+        )
+        blocks.append(block._replace(options=ways or block.options))
+    numbers: dict[Block, int] = {}
+    kinds = tuple(numbers.setdefault(block, len(numbers)) for block in blocks)
+    return replace(chain, blocks=tuple(blocks), kinds=kinds, unit=unit, runs_scale=runs_scale)
+
+
 def additive_profile(profile: ChainProfile) -> ChainProfile:
     """A chain whose peak is the sum of ``activation_bytes_estimate`` over kept blocks: the additive model."""
     blocks = []
@@ -211,6 +233,16 @@ class KeepPart:
 
     def __call__(self, block: int) -> PlanNode:
         return Selective(block, self.saved_ops)
+
+
+@dataclass(frozen=True)
+class RunCompiled:
+    """Makes the node that runs a block compiled with a budget."""
+
+    budget: float
+
+    def __call__(self, block: int) -> PlanNode:
+        return Compiled(block, self.budget)
 
 
 def _part_costs(block: BlockProfile, cost: CostKind | None, *, is_untimed: bool) -> dict[int, float]:

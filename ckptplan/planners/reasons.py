@@ -12,7 +12,7 @@ from ckptplan.planners.heuristic import smallest_reachable
 from ckptplan.planners.nested import least_nested_peak
 from ckptplan.planners.tables import FlatTables
 from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, name_some
-from ckptplan.selective import find_option
+from ckptplan.selective import find_compiled, find_option
 from ckptplan.simulate import AFTER, BEFORE, PlanCost
 from ckptplan.units import format_bytes, format_ms
 
@@ -116,7 +116,7 @@ def _tree_reasons(chain: ChainProfile, nodes: Sequence[PlanNode]) -> list[str]:
             if isinstance(node, Keep):
                 reasons.append(_not_eligible(chain[i]) or "kept")
             elif isinstance(node, Compiled):
-                reasons.append(f"compiled: the partitioner may save {node.budget:g} of what it would")
+                reasons.append(_compiled_reason(chain[i], node))
             elif isinstance(node, Selective):
                 reasons.append(_part_reason(chain[i], node))
             elif len(blocks_of((node,))) == 1:
@@ -124,6 +124,14 @@ def _tree_reasons(chain: ChainProfile, nodes: Sequence[PlanNode]) -> list[str]:
             else:
                 reasons.append(f"recomputed: part of {nodes_text((node,))}")
     return reasons
+
+
+def _compiled_reason(block: BlockProfile, node: Compiled) -> str:
+    added_ms = find_compiled(block, node.budget).time_ms
+    if added_ms == 0:
+        return "compiled with its fastest memory budget"
+    cost = "an unmeasured time" if added_ms is None else format_ms(added_ms)
+    return f"compiled with a lower memory budget, for {cost} beside its fastest"
 
 
 def _part_reason(block: BlockProfile, node: Selective) -> str:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ckptplan.plan import CheckpointDecision, CheckpointPlan, Compiled, Keep, PlanNode, Selective
 from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
-from ckptplan.selective import find_option
+from ckptplan.selective import find_compiled, find_option
 from ckptplan.units import format_bytes, format_ms, format_percent
 
 
@@ -27,7 +27,8 @@ class PlanRow:
 
     Attributes:
         retained_bytes: what the block holds from its forward to its backward.
-        added_time_ms: what recomputing it adds to a step; 0 for a kept block; None: not measured.
+        added_time_ms: what recomputing it adds to a step; 0 for a kept block; for a compiled one, what its budget adds
+            beside its fastest; None: not measured.
     """
 
     block_id: str
@@ -43,16 +44,20 @@ PLAN_COLUMNS = ("block", "decision", "retained_bytes", "added_time_ms", "reason"
 def plan_rows(profile: ChainProfile, plan: CheckpointPlan) -> tuple[PlanRow, ...]:
     """One row per block, in chain order."""
     words = dict(_decision_words(plan.nodes))
+    compiled = {node.block: node for node in plan.nodes if isinstance(node, Compiled)}
     return tuple(
-        _plan_row(block, decision, words.get(index, "keep"))
+        _plan_row(block, decision, words.get(index, "keep"), compiled.get(index))
         for index, (block, decision) in enumerate(zip(profile, plan.decisions, strict=True))
     )
 
 
-def _plan_row(block: BlockProfile, decision: CheckpointDecision, words: str) -> PlanRow:
+def _plan_row(block: BlockProfile, decision: CheckpointDecision, words: str, compiled: Compiled | None) -> PlanRow:
     added_time_ms: float | None
     cost: StageCost | None
-    if decision.saved_ops is not None:
+    if compiled is not None:
+        option = find_compiled(block, compiled.budget)
+        added_time_ms, cost = option.time_ms, option.cost
+    elif decision.saved_ops is not None:
         added_time_ms, cost = decision.recompute_time_ms, find_option(block, decision.saved_ops).cost
     elif not decision.checkpointed:
         added_time_ms, cost = 0.0, block.keep
@@ -118,8 +123,9 @@ def plan_table(
 
 def _counts(plan: CheckpointPlan) -> str:
     in_part = f"{plan.selective} in part" if plan.selective else ""
-    recomputed = f"{plan.recomputed} recomputed" if plan.recomputed or not in_part else ""
-    return ", ".join(count for count in (recomputed, in_part) if count)
+    compiled = f"{plan.compiled} compiled" if plan.compiled else ""
+    recomputed = f"{plan.recomputed} recomputed" if plan.recomputed or not (in_part or compiled) else ""
+    return ", ".join(count for count in (recomputed, in_part, compiled) if count)
 
 
 def _runs(rows: tuple[PlanRow, ...]) -> Iterable[list[PlanRow]]:
@@ -195,6 +201,7 @@ def _headline(result: Mapping[str, Any]) -> Text:
     text.append(what, style="not bold default")
     if plan["kept"] is not None:
         part = f", {plan['selective']} kept in part" if plan["selective"] else ""
+        part += f", {plan['compiled']} compiled" if plan.get("compiled") else ""
         text.append(f", {plan['kept']} blocks kept{part}, {plan['recomputed']} recomputed", style="not bold default")
     return text
 
