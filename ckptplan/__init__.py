@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckptplan.errors import (
         BlockDeclarationError,
         CkptplanError,
+        CompilerMissingError,
         ConfigError,
         DryRunError,
         InfeasibleTargetError,
@@ -88,6 +89,7 @@ _MODULE_OF_NAME = {
     "BlockDeclarationError": "errors",
     "UnsupportedBoundaryError": "errors",
     "NoDifferentiableOutputError": "errors",
+    "CompilerMissingError": "errors",
     "TimingOnlyProfileError": "errors",
     "InfeasibleTargetError": "errors",
     "PlanIncompatibleError": "errors",

@@ -603,6 +603,9 @@ def _check_choices(config: RunConfig) -> None:
     if planner.name == "compile" and config.cost == "flops":
         problem = "planner=compile goes by measured time: nobody counts the FLOPs of compiled code"
         raise config_error("cost", "flops", problem, remedy="planner=compile cost=time")
+    if planner.name == "compile" and config.max_slowdown is not None:
+        problem = "planner=compile counts time beside its own fastest step, not beside the eager one"
+        raise config_error("max_slowdown", config.max_slowdown, problem, remedy="planner=compile budget_frac=0.5")
     for name, key, value, example in (
         ("text", "planner.text", planner.text, shell_override("planner.text", "K0 R(1)")),
         ("file", "planner.path", planner.path, "planner.path=plan.json"),

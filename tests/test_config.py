@@ -162,6 +162,8 @@ def test_each_kind_of_budget_arrives_with_its_number(
         (["planner.name=dpp"], ["did you mean: dp", "greedy"]),
         (["planner=text"], ["planner.text=null", "planner=text needs it", "K0 R(1)"]),
         (["planner=dp", 'planner.text="K0"'], ["planner.text=K0", "only planner=text reads it"]),
+        (["planner=compile", "cost=flops"], ["cost=flops", "measured time", "cost=time"]),
+        (["planner=compile", "max_slowdown=1.1"], ["max_slowdown=1.1", "budget_frac=0.5"]),
         (["blocks.paths=[]"], ["blocks.paths=[]", "'blocks.paths=[layers.*]'"]),
         (["model._target_=null"], ["model._target_=null", "dotted name"]),
         (["model=vit", "data=stdlib_text"], ["stdlib_text", "ViT", "does not fit", "image_size"]),

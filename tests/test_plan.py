@@ -88,6 +88,7 @@ class TestText:
             ("K0-1 R(2 3-4) R(5)", "K0 K1 R(2 3 4) R(5)"),
             ("  K0   R( 1 )\n", "K0 R(1)"),
             ("R(K0 K1-2)", "R(0 1 2)"),
+            ("C0[0.50] C1[1] C2[0] C3[1e-05]", "C0[0.5] C1[1.0] C2[0.0] C3[1e-05]"),
             ("R(0 R(1-2)R(3))", "R(0 R(1 2) R(3))"),
         ],
     )
@@ -108,8 +109,9 @@ class TestText:
         ("text", "position", "parts"),
         [
             ("K0 X1", 3, ["'X1'", "K<block>"]),
-            ("K0 C1[0.5]", 3, ["Compiled node", "does not know", "K<block>"]),
-            ("C0[0.5]", 0, ["Compiled node"]),
+            ("K0 C1", 3, ["'C1'", "C<block>[<budget>]"]),
+            ("C0[half]", 0, ["'C0[half]'"]),
+            ("R(0 C1[-0.5])", 4, ["'C1[-0.5])'"]),
             ("K0 O1", 3, ["Offload node"]),
             ("K0 1", 3, ["'1'", "K<block>"]),
             ("R(0 x)", 4, ["'x)'", "a block number"]),
@@ -171,7 +173,7 @@ class TestTree:
             CheckpointPlan((Recompute(()),), (CheckpointDecision("a", True),))
         with pytest.raises(PlanIncompatibleError, match=r"Keep\(True\)"):
             CheckpointPlan((Keep(True),), (CheckpointDecision("a", False),))
-        with pytest.raises(PlanIncompatibleError, match="expected Keep, Recompute or Selective"):
+        with pytest.raises(PlanIncompatibleError, match="expected Keep, Recompute, Selective or Compiled"):
             CheckpointPlan(("K0",), (CheckpointDecision("a", False),))  # type: ignore[arg-type]
 
     def test_counts_are_of_blocks_not_of_nodes(self) -> None:
@@ -261,7 +263,8 @@ class TestJson:
             (lambda d: d["target"].pop("planner"), "missing planner"),
             (lambda d: d.update(digest="0" * 64), "digest is '000"),
             (lambda d: d["tree"].update(text="K0 R(1)  R(2 R(3 4))"), "canonical form"),
-            (lambda d: d["tree"].update(text="K0 C1[0.5] R(2 R(3 4))"), "Compiled"),
+            (lambda d: d["tree"].update(text="K0 O1 R(2 R(3 4))"), "Offload"),
+            (lambda d: d["tree"].update(text="K0 C1[0.5] R(2 R(3 4))"), "checkpointed=True but the tree keeps it"),
             (lambda d: d.update(decisions={}), "decisions is {}; expected a list"),
         ],
     )

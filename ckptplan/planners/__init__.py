@@ -124,6 +124,11 @@ def plan_checkpoints(
     unplanned_bytes = no_checkpoint_peak(chain, memory_model)
     budget: int | None = None
     if target_kind == "max_slowdown":
+        if name in PLANNERS_THAT_COMPILE:
+            raise ValueError(
+                "target_kind='max_slowdown': planner 'compile' counts time beside its own fastest step, not beside the "
+                "eager one; give it a budget, such as activation_budget_fraction"
+            )
         result, feasible = _within_slowdown(run, float(value), unplanned_bytes)
     else:
         budget = budget_for(target_kind, value, unplanned_bytes) - static_bytes

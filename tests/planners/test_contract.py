@@ -15,7 +15,7 @@ from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError, Timing
 from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute
 from ckptplan.planners import PLANNERS, PlannerResult, plan_checkpoints, smallest_reachable
 from ckptplan.planners.heuristic import greedy
-from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile, CompiledOption, RegionProfile, StageCost
 from ckptplan.simulate import PlanCost
 
 Make = Callable[..., ChainProfile]
@@ -132,7 +132,7 @@ def test_both_names_of_a_planner_give_the_same_plan(make_equal: Make) -> None:
 
 @pytest.mark.parametrize("planner", sorted(set(PLANNERS) - {"text", "file"}))
 def test_one_block_is_enough(make_equal: Make, planner: str) -> None:
-    chain = make_equal(1, 100, boundary=4)
+    chain = make_equal(1, 100, boundary=4, compiled=(CompiledOption(0.5, StageCost(50, 100, 100), time_ms=0.0),))
     assert _plan(chain, 1000, planner).feasible
 
 

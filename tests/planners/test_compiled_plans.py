@@ -1,0 +1,168 @@
+"""Planner ``compile`` on made-up figures: brute force over every memory budget of every block, refusals, words."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckptplan.certificate import certify
+from ckptplan.check import check_plan
+from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError
+from ckptplan.explanation import explain
+from ckptplan.plan import CheckpointPlan, Compiled, Keep
+from ckptplan.planners import plan_checkpoints
+from ckptplan.profiles import BlockProfile, ChainProfile, CompiledOption, StageCost
+from ckptplan.report.steps import decisions_of
+from ckptplan.report.tables import plan_rows
+from ckptplan.simulate import simulate_plan
+from tests.planners.conftest import flat_peak
+
+Make = Callable[..., ChainProfile]
+
+
+def with_compiled(chain: ChainProfile, seed: int, *, every: int = 1) -> ChainProfile:
+    """Three budgets for every ``every``-th block; which one is fastest is left to chance, as it is in life."""
+    rng = random.Random(seed)
+    blocks = []
+    for i, block in enumerate(chain):
+        assert block.keep is not None
+        options = [
+            CompiledOption(
+                budget,
+                replace(
+                    block.keep,
+                    saved_bytes=int(block.keep.saved_bytes * budget),
+                    backward_peak_bytes=int(block.keep.backward_peak_bytes * (1 + rng.random() * (1 - budget))),
+                ),
+                time_ms=rng.choice((0.0, 0.25, 0.5, 1.25)) + (1 - budget),
+            )
+            for budget in (0.0, 0.5, 1.0)
+        ]
+        blocks.append(replace(block, compiled=tuple(options)) if i % every == 0 else block)
+    return replace(chain, blocks=tuple(blocks))
+
+
+def every_plan(chain: ChainProfile) -> list[tuple[float, int]]:
+    """(cost, peak) of every choice; a compiled block is judged as if that were its own way of being kept."""
+    ways = [[(option.cost, option.time_ms or 0.0) for option in b.compiled] or [(b.keep, 0.0)] for b in chain]
+    plans = []
+    for choice in itertools.product(*ways):
+        blocks = [replace(block, keep=cost) for block, (cost, _) in zip(chain, choice, strict=True)]
+        peak = flat_peak(replace(chain, blocks=tuple(blocks)), (False,) * len(chain))
+        plans.append((sum(time_ms for _, time_ms in choice), peak))
+    return plans
+
+
+def planned(chain: ChainProfile, budget: int, **options: Any) -> CheckpointPlan:
+    return plan_checkpoints(
+        chain, target_kind="activation_budget_bytes", target_value=budget, planner="compile", **options
+    )
+
+
+def two_blocks(*options: CompiledOption) -> ChainProfile:
+    block = BlockProfile(
+        "a",
+        output_bytes=5,
+        output_gradient_bytes=5,
+        keep=StageCost(40, 45, 60),
+        recompute=StageCost(0, 20, 60),
+        recompute_time_ms=1.0,
+        compiled=options,
+    )
+    return ChainProfile((block, replace(block, block_id="b", order=1, compiled=())))
+
+
+HALF = CompiledOption(0.5, StageCost(20, 45, 65), 1.0, 2.0, 0.5)
+WHOLE = CompiledOption(1.0, StageCost(40, 45, 60), 1.0, 1.5, 0.0)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_plan_is_the_fastest_of_all_choices_of_budgets(make_random: Make, seed: int, plain: bool) -> None:
+    chain = with_compiled(make_random(seed, most_blocks=6, plain=plain), seed, every=1 + seed % 2)
+    plans = every_plan(chain)
+    peaks = sorted({peak for _, peak in plans})
+    for budget in peaks[:: max(1, len(peaks) // 12)]:
+        plan = planned(chain, budget)
+        assert plan.predicted_cost == pytest.approx(min(cost for cost, peak in plans if peak <= budget), abs=1e-9)
+        assert (plan.predicted_peak_bytes or 0) <= budget
+        assert plan.optimality_gap == 0.0
+        assert plan.planner == "compile_budget"
+    with pytest.raises(InfeasibleTargetError) as told:
+        planned(chain, peaks[0] - 1)
+    assert told.value.smallest_reachable_bytes == peaks[0]
+
+
+def test_blocks_without_compiled_options_run_as_they_are_and_equal_budgets_count_once() -> None:
+    plan = planned(two_blocks(HALF, replace(WHOLE, budget=0.75), WHOLE), 10_000)
+    assert plan.nodes == (Compiled(0, 1.0), Keep(1))
+    assert (plan.text, plan.kept, plan.compiled, plan.recomputed) == ("C0[1.0] K1", 1, 1, 0)
+
+
+def test_tables_strips_and_explanations_name_compiled_blocks() -> None:
+    chain = two_blocks(HALF, WHOLE)
+    plan = planned(chain, 100)
+    assert plan.text == "C0[0.5] K1"
+    row = plan_rows(chain, plan)[0]
+    assert (row.decision, row.added_time_ms) == ("compiled [0.5]", 0.5)
+    assert row.reason == "compiled with a lower memory budget, for 0.5 ms beside its fastest"
+    assert decisions_of(plan.nodes) == ["compiled", "keep"]
+    assert "compiled as C0[0.5]" in explain(chain, plan).text
+
+
+def test_a_profile_and_a_plan_are_read_back_as_they_were() -> None:
+    chain = two_blocks(HALF, WHOLE)
+    assert ChainProfile.from_json(chain.to_json()) == chain
+    plan = planned(chain, 100)
+    assert CheckpointPlan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("chain", "options", "said"),
+    [
+        (two_blocks(HALF), {"cost": "time", "memory_model": "additive"}, "plans the peak"),
+        (two_blocks(), {}, r"no compiled blocks; profile with compiled_budgets="),
+        (two_blocks(replace(HALF, time_ms=None)), {}, "options of 'a' have no times; profile with num_trials"),
+    ],
+)
+def test_what_cannot_be_planned_is_told_with_its_remedy(chain: ChainProfile, options: Any, said: str) -> None:
+    filled = [replace(block, activation_bytes_estimate=1, recompute=StageCost(0, 1, 1)) for block in chain]
+    with pytest.raises(ValueError, match=said):
+        planned(replace(chain, blocks=tuple(filled)), 10_000, **options)
+
+
+def test_counted_flops_are_no_cost_of_compiled_code() -> None:
+    blocks = [replace(b, recompute_flops=1, forward_flops=1, recompute=StageCost(0, 1, 1)) for b in two_blocks(HALF)]
+    with pytest.raises(ValueError, match="nobody counts the FLOPs of compiled code"):
+        planned(ChainProfile(tuple(blocks)), 10_000, cost="flops")
+
+
+def test_a_slowdown_is_no_target_as_times_are_beside_the_fastest_compiled_step() -> None:
+    with pytest.raises(ValueError, match=r"max_slowdown.*own fastest step"):
+        plan_checkpoints(two_blocks(HALF), target_kind="max_slowdown", target_value=1.5, planner="compile")
+
+
+def test_a_budget_that_was_not_measured_is_refused_by_simulator_and_referee() -> None:
+    plan = CheckpointPlan.from_text("C0[0.25] K1", two_blocks(HALF))
+    for judge in (simulate_plan, check_plan):
+        with pytest.raises(PlanIncompatibleError, match=r"not measured compiled with the budget 0\.25; measured: 0\.5"):
+            judge(two_blocks(HALF), plan)
+
+
+def test_compiled_plans_have_no_certificate_and_say_why() -> None:
+    chain = two_blocks(HALF)
+    with pytest.raises(PlanIncompatibleError, match="1 of the plan's blocks run compiled"):
+        certify(chain, planned(chain, 10_000))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("R(0 C1[0.5])", "stands inside a recomputation"), ("C0[2] K1", "a budget from 0.0 to 1.0")]
+)
+def test_trees_that_no_executor_runs_are_refused(text: str, said: str) -> None:
+    with pytest.raises(PlanIncompatibleError, match=said):
+        CheckpointPlan.from_text(text)
