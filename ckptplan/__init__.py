@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     )
     from ckptplan.explanation import BlockExplanation, PlanExplanation, explain
     from ckptplan.measure import profile_blocks, profile_model
-    from ckptplan.plan import CheckpointDecision, CheckpointPlan, Keep, Recompute, Selective
+    from ckptplan.plan import CheckpointDecision, CheckpointPlan, Compiled, Keep, Recompute, Selective
     from ckptplan.planners import plan_checkpoints
-    from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, SelectiveOption, StageCost
+    from ckptplan.profiles import BlockProfile, ChainProfile, CompiledOption, RegionProfile, SelectiveOption, StageCost
     from ckptplan.simulate import PlanCost, simulate_plan
     from ckptplan.validate import validate_plan
 
@@ -50,6 +50,7 @@ _MODULE_OF_NAME = {
     "profile_model": "measure",
     "StageCost": "profiles",
     "SelectiveOption": "profiles",
+    "CompiledOption": "profiles",
     "BlockProfile": "profiles",
     "RegionProfile": "profiles",
     "ChainProfile": "profiles",
@@ -57,6 +58,7 @@ _MODULE_OF_NAME = {
     "Keep": "plan",
     "Recompute": "plan",
     "Selective": "plan",
+    "Compiled": "plan",
     "CheckpointDecision": "plan",
     "CheckpointPlan": "plan",
     "simulate_plan": "simulate",
@@ -106,6 +108,7 @@ __all__ = [  # noqa: RUF022 - data-path order
     "profile_model",
     "StageCost",
     "SelectiveOption",
+    "CompiledOption",
     "BlockProfile",
     "RegionProfile",
     "ChainProfile",
@@ -113,6 +116,7 @@ __all__ = [  # noqa: RUF022 - data-path order
     "Keep",
     "Recompute",
     "Selective",
+    "Compiled",
     "CheckpointDecision",
     "CheckpointPlan",
     "simulate_plan",
@@ -145,6 +149,7 @@ __all__ = [  # noqa: RUF022 - data-path order
     "BlockDeclarationError",
     "UnsupportedBoundaryError",
     "NoDifferentiableOutputError",
+    "CompilerMissingError",
     "TimingOnlyProfileError",
     "InfeasibleTargetError",
     "PlanIncompatibleError",
