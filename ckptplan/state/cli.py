@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = parsed.run
     try:
         return run(parsed)
-    except (StateError, ValueError, OSError) as error:
+    except BrokenPipeError:  # `| head -1`: whoever reads it has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python flushes to at the end
+        return 0
+    except (StateError, ValueError, OSError, ImportError) as error:  # the last: fsspec lacks a package for the URL
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -78,6 +82,9 @@ def _id(folder: Folder, name: str) -> str:
 def _ls(parsed: argparse.Namespace) -> int:
     folder = _open(parsed)
     infos = folder.infos()
+    local = folder.storage.local_path
+    if not infos and local is not None and not local.is_dir():
+        raise CheckpointNotFoundError(f"there is no folder {parsed.location!r}")
     if parsed.json:
         for info in infos:
             print(json.dumps(asdict(info)))

@@ -49,7 +49,23 @@ def export_item(
     tensors, skipped = _tensors(part, item)
     if target.exists() and any(target.iterdir()):
         raise StateError(f"{target} is not empty")
+    is_new = not target.exists()
     target.mkdir(parents=True, exist_ok=True)
+    try:
+        names = _write_set(storage, checkpoint_id, part, tensors, target, shard_bytes)
+    except BaseException:  # half a set would look like a whole one
+        for path in target.iterdir():
+            path.unlink()
+        if is_new:
+            target.rmdir()
+        raise
+    return Export(tuple(names), tuple(skipped))
+
+
+def _write_set(
+    storage: Storage, checkpoint_id: str, part: RankPart, tensors: dict[str, View], target: Path, shard_bytes: int
+) -> list[str]:
+    """Writes the files into the empty folder `target`; their names."""
     shards = _shards(tensors, shard_bytes)
     names = ["model.safetensors"]
     if len(shards) > 1:
@@ -64,7 +80,7 @@ def export_item(
             file.write(index)
         names.append(_INDEX)
     fsync_folder(str(target))
-    return Export(tuple(names), tuple(skipped))
+    return names
 
 
 def _tensors(part: RankPart, item: str) -> tuple[dict[str, View], list[str]]:

@@ -115,7 +115,11 @@ def _manifest_bytes(storage: Storage, folder: str) -> bytes:
     if size > MOST_MANIFEST_BYTES:
         fault = f"manifest.json has {size} bytes; at most {MOST_MANIFEST_BYTES} are read"
         raise DamagedCheckpointError(f"checkpoint {folder!r} is damaged", [fault], checkpoint_id=folder)
-    return storage.read(path)
+    try:
+        return storage.read(path)
+    except OSError as error:  # such as a folder that is a link
+        fault = f"manifest.json cannot be read: {error}"
+        raise DamagedCheckpointError(f"checkpoint {folder!r} is damaged", [fault], checkpoint_id=folder) from error
 
 
 class Folder:

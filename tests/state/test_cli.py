@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckptplan.errors import StateError
+from ckptplan.errors import DamagedCheckpointError, StateError
 from ckptplan.state import CheckpointManager, StorageConfig
 from ckptplan.state.cli import main
 from ckptplan.state.export import export_item
@@ -127,6 +128,59 @@ def test_a_big_export_has_shards_and_an_index(tmp_path: Path) -> None:
         assert torch.equal(loaded, expected)
     sizes = [(tmp_path / "out" / name).stat().st_size for name in made.files[:-1]]
     assert len(sizes) == 3
+
+
+def test_an_export_that_fails_leaves_nothing_that_looks_like_one(
+    location: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = location / "step-2" / "model.0.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    (tmp_path / "empty").mkdir()
+    for target in ("new", "empty"):
+        assert run("export", location, "step-2", tmp_path / target) == 2
+        assert "model.0.safetensors" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_a_checkpoint_that_is_a_link_is_damaged_and_the_others_are_checked(
+    location: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (location / "step-0").symlink_to("step-1")
+    assert run("verify", location) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == ["step-1: whole", "step-2: whole", "step-0: DAMAGED"]
+    with CheckpointManager(location) as states:
+        assert states.load("step-2")["lr"] == 0.25
+        with pytest.raises(DamagedCheckpointError):
+            states.load("step-0")
+
+
+def test_a_place_that_is_no_folder_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for name in ("nowhere", "file"):
+        assert run("ls", tmp_path / name) == 2
+        assert capsys.readouterr().err.startswith("error: there is no folder")
+    assert run("ls", tmp_path) == 0
+
+
+def test_a_url_whose_package_is_missing_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    assert run("ls", "s3://bucket/run") == 2
+    assert "s3fs" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_is_no_error(location: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)  # the reader has left already
+    command = [sys.executable, "-m", "ckptplan.state", "show", str(location), "step-1"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_names_that_would_collide_in_an_export_are_refused(tmp_path: Path) -> None:
