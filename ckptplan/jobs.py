@@ -47,11 +47,17 @@ class Job:
 
 @dataclass
 class RunningJob:
-    """A job whose process was started; ``device`` is the only CUDA device that it sees, None: those of the sweep."""
+    """A job whose process was started.
+
+    Attributes:
+        device: the only CUDA device that it sees, None: those of the sweep.
+        held: open descriptors that its process holds too, until it ends.
+    """
 
     job: Job
     timeout_s: float | None = None
     device: int | None = None
+    held: Sequence[int] = ()
     process: subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,6 +73,7 @@ class RunningJob:
                 stderr=subprocess.STDOUT,
                 env=_environment(self.device),
                 start_new_session=True,
+                pass_fds=self.held,
             )
         self._deadline_s = None if self.timeout_s is None else time.monotonic() + self.timeout_s
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -20,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from ckptplan.config import SweepConfig
+from ckptplan.config import SweepConfig, config_error
 from ckptplan.errors import CkptplanError
 from ckptplan.jobs import CONSOLE_FILE, Job, RunningJob, last_lines, stop_jobs
 from ckptplan.record import load_result
@@ -51,12 +53,14 @@ def run_jobs(
     settings: SweepConfig | None = None,
     done: Mapping[int, Result] | None = None,
     at_end: Callable[[Sequence[tuple[Job, Result]]], None] = lambda pairs: None,
+    held: Sequence[int] = (),
 ) -> list[tuple[Job, Result]]:
     """Run the jobs; the table in ``folder`` grows with each, and is printed at the end.
 
     Args:
         settings: how many at once, how long each, whether a failure stops the rest.
         done: job index -> result of a job that an earlier sweep finished; it is not run.
+        held: descriptors that each job holds too (``sole_sweep``).
         at_end: called with jobs and results after the table, unless the user stopped the sweep.
 
     Returns jobs with their results, in the order of ``jobs``.
@@ -69,7 +73,7 @@ def run_jobs(
     try:
         with _signals_interrupt():
             left = [job for job in jobs if job.index not in results]
-            for job, result in _run_each(left, common_overrides(jobs), settings, running):
+            for job, result in _run_each(left, common_overrides(jobs), settings, running, held):
                 results[job.index] = result
                 write_table(_rows(jobs, results), [result for _, result in _pairs(jobs, results)], folder)
     except BaseException as error:  # Ctrl-C, or something of our own that fails: no job is left running alone
@@ -133,7 +137,11 @@ def _slots(settings: SweepConfig) -> list[int | None]:
 
 
 def _run_each(
-    jobs: Sequence[Job], common: Sequence[str], settings: SweepConfig, running: list[RunningJob]
+    jobs: Sequence[Job],
+    common: Sequence[str],
+    settings: SweepConfig,
+    running: list[RunningJob],
+    held: Sequence[int] = (),
 ) -> Iterator[tuple[Job, dict[str, Any]]]:
     """Each job with its result as it ends; ``running`` holds those that were started and have not ended."""
     started_s = time.monotonic()
@@ -145,7 +153,7 @@ def _run_each(
             number, job = waiting.popleft()
             numbers[job.index] = number
             log.info(f"[{number}/{len(jobs)}] {_own_overrides(job, common)}")
-            running.append(RunningJob(job, settings.timeout_s, free.pop(0)))
+            running.append(RunningJob(job, settings.timeout_s, free.pop(0), held))
         over = [one for one in running if one.has_ended() or one.is_late()]
         if not over:
             time.sleep(POLL_S)
@@ -191,6 +199,44 @@ def _signals_interrupt() -> Iterator[None]:
 
 def _indented_tail(path: Path) -> str:
     return "\n".join(f"      {line}" for line in last_lines(path).splitlines() or [f"nothing in {path}"])
+
+
+@contextlib.contextmanager
+def sole_sweep(folder: Path, wait_s: float = 5.0) -> Iterator[Sequence[int]]:
+    """Keep other sweeps out of ``folder``; gives the descriptors by which this is done, for the jobs to hold too.
+
+    So a sweep that goes on with one that was killed waits until the job that was running then has ended.
+    Raises ``ConfigError`` where that takes longer than ``wait_s``. File systems without locks keep nobody out.
+    """
+    if sys.platform == "win32":
+        yield ()
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        deadline_s, is_told = time.monotonic() + wait_s, False
+        while _is_locked_by_another(descriptor):
+            if time.monotonic() > deadline_s:
+                problem = "a sweep, or a job of one, is still running in this folder"
+                raise config_error("sweep.resume", folder, problem, remedy="the same command when it has ended")
+            if not is_told:
+                log.info(f"waiting for what still runs in {folder}")
+                is_told = True
+            time.sleep(POLL_S)
+        yield (descriptor,)
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked_by_another(descriptor: int) -> bool:
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        log.debug("no lock: %s", error)
+    return False
 
 
 # --- going on with an earlier sweep -----------------------------------------------------------------------------------

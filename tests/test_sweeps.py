@@ -23,11 +23,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from ckptplan import cli, sweeps
 from ckptplan.config import SweepConfig, load_config, shell_override
-from ckptplan.errors import CkptplanError
-from ckptplan.jobs import Job, run_in_process
+from ckptplan.errors import CkptplanError, ConfigError
+from ckptplan.jobs import Job, RunningJob, run_in_process
 from ckptplan.record import BudgetRecord, MemoryRecord, RunRecorder, RunResult, load_result
 from ckptplan.sweep_table import describe, table_row
-from ckptplan.sweeps import finished_jobs, newest_sweep, run_jobs, set_aside
+from ckptplan.sweeps import finished_jobs, newest_sweep, run_jobs, set_aside, sole_sweep
 
 Compose = Callable[..., DictConfig]
 REPOSITORY = Path(cli.__file__).resolve().parent.parent
@@ -303,6 +303,24 @@ def with_hash(job: Job, config_hash: str, status: str | None = None) -> Job:
     return job
 
 
+def test_a_sweep_waits_for_the_job_that_a_killed_one_has_left_and_no_other_enters_meanwhile(tmp_path: Path) -> None:
+    job = make_job(tmp_path, "import pathlib, sys, time; pathlib.Path(sys.argv[1], 'on').touch(); time.sleep(60)")
+    with sole_sweep(tmp_path) as held:
+        running = RunningJob(job, held=held)
+        with pytest.raises(ConfigError, match="is still running in this folder"), sole_sweep(tmp_path, wait_s=0.2):
+            pass
+    try:  # the sweep is gone, its job is not
+        while not (job.folder / "on").exists():
+            time.sleep(0.01)
+        with pytest.raises(ConfigError, match="is still running in this folder"), sole_sweep(tmp_path, wait_s=0.2):
+            pass
+    finally:
+        running.process.kill()
+        running.process.wait()
+    with sole_sweep(tmp_path, wait_s=0.2):
+        assert sorted(path.name for path in tmp_path.iterdir()) == [job.folder.name]
+
+
 def test_what_gave_an_answer_is_done_and_each_folder_stands_for_one_job(tmp_path: Path) -> None:
     statuses = ["ok", "failed", "infeasible", "oom", "over_budget", "timeout", "interrupted", "mismatch"]
     jobs = [with_hash(make_job(tmp_path, "", i), f"{i}" * 64, status) for i, status in enumerate(statuses)]
@@ -365,7 +383,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     jobs: list[Job] = []
 
     def record(
-        found: list[Job], folder: Path, settings: SweepConfig, done: dict[int, dict[str, Any]], at_end: Any
+        found: list[Job], folder: Path, settings: SweepConfig, done: dict[int, dict[str, Any]], **_: Any
     ) -> None:
         assert (settings, done) == (SweepConfig(), {})
         jobs.extend(found)
@@ -491,9 +509,7 @@ def again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Again:
     """Sweeps in which job 1 fails the first time: what each was asked to run, where, and what it found done."""
     calls: Again = []
 
-    def record(
-        jobs: list[Job], folder: Path, settings: SweepConfig, done: dict[int, dict[str, Any]], at_end: Any
-    ) -> None:
+    def record(jobs: list[Job], folder: Path, settings: SweepConfig, done: dict[int, dict[str, Any]], **_: Any) -> None:
         calls.append((jobs, folder, done))
         for job in jobs:
             if job.index not in done:

@@ -46,10 +46,7 @@ class ProcessLauncher(Launcher):
         self._checked: set[str] = set()
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from ckptplan.dashboards import push_dashboards, require_dashboards
-        from ckptplan.report.page import show_report
-        from ckptplan.sweep_tracking import track_sweep
-        from ckptplan.sweeps import Job, finished_jobs, run_jobs, set_aside
+        from ckptplan.sweeps import sole_sweep
 
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
@@ -59,6 +56,15 @@ class ProcessLauncher(Launcher):
         ]
         if not composed:
             raise ConfigError("no values to run: a list of values on the command line is empty")
+        with sole_sweep(folder) as held:
+            return self._run(composed, folder, held)
+
+    def _run(self, composed: Sequence[_Composed], folder: Path, held: Sequence[int]) -> Sequence[JobReturn]:
+        from ckptplan.dashboards import push_dashboards, require_dashboards
+        from ckptplan.report.page import show_report
+        from ckptplan.sweep_tracking import track_sweep
+        from ckptplan.sweeps import Job, finished_jobs, run_jobs, set_aside
+
         settings = composed[0].config.sweep
         shared = {
             "profile.cache": hydra_text(str(folder / PROFILES)),
@@ -91,7 +97,7 @@ class ProcessLauncher(Launcher):
                 push_dashboards(logger)
 
         try:
-            run_jobs(jobs, folder, settings, done, at_end=at_end)
+            run_jobs(jobs, folder, settings, done, at_end=at_end, held=held)
         finally:
             if composed[0].config.report:
                 show_report(folder)
