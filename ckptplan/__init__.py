@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckptplan.apply import CheckpointedSequential, apply_plan, checkpointed
-    from ckptplan.autofit import Fitted, LargerBatchWarning, fit
+    from ckptplan.autofit import Fitted, fit
     from ckptplan.benchmark import BenchmarkResult, compare_results, run_benchmark
     from ckptplan.blocks import CheckpointableBlock, declare_blocks
     from ckptplan.certificate import Certificate, certify
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ConfigError,
         DryRunError,
         InfeasibleTargetError,
+        LargerBatchWarning,
         NoDifferentiableOutputError,
         PlanIncompatibleError,
         PlannerScaleError,
@@ -85,7 +86,7 @@ _MODULE_OF_NAME = {
     "compare_results": "benchmark",
     "fit": "autofit",
     "Fitted": "autofit",
-    "LargerBatchWarning": "autofit",
+    "LargerBatchWarning": "errors",
     "CkptplanError": "errors",
     "ConfigError": "errors",
     "BlockDeclarationError": "errors",

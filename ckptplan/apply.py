@@ -21,6 +21,7 @@ from ckptplan.blocks import CheckpointableBlock, call_block, declare_blocks, is_
 from ckptplan.compiling import CompiledBlock, called_as
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.graph import Output
+from ckptplan.larger_inputs import LargestInputs
 from ckptplan.plan import CheckpointPlan, Compiled, Keep, PlanNode, Recompute, Selective, blocks_of
 from ckptplan.profiles import modules_of
 from ckptplan.recompute import Guards, buffer_slots, run_block, run_segment
@@ -141,7 +142,8 @@ class checkpointed:
     more than once: then each call of a forward runs as planned for it, in their order, and calls beyond those planned
     are kept. A segment of several blocks runs when
     the model calls its first block; the other blocks of it then hand their input through, so the model must
-    call each block on exactly what the previous one returned (profiling checks that).
+    call each block on exactly what the previous one returned (profiling checks that). Training forwards on more than
+    was measured are told by a ``LargerBatchWarning``.
 
     Raises:
         PlanIncompatibleError: a plan that does not belong to the model, or a model that is patched already.
@@ -160,6 +162,7 @@ class checkpointed:
         by_id = {block.block_id: block.module for block in self.blocks}
         self._modules = [by_id[name] for name in modules_of(plan.block_ids)]  # one per call
         self._how = _how_to_run(plan, self._modules)
+        self._tells_larger: Any = None
 
     def __enter__(self) -> checkpointed:
         self._require_own_forwards()
@@ -175,6 +178,9 @@ class checkpointed:
                 block.module.forward = planned
         if turns:
             self.model.forward = _NewForward(self.model, turns)
+        largest = LargestInputs(self.plan.environment)
+        if largest.shapes is not None and self._tells_larger is None:
+            self._tells_larger = self.model.register_forward_pre_hook(largest, with_kwargs=True)
         return self
 
     def _forwards(self) -> dict[int, _PlannedForward]:
@@ -200,6 +206,9 @@ class checkpointed:
         for module in (*(block.module for block in self.blocks), self.model):
             if isinstance(vars(module).get("forward"), _PlannedForward):
                 del module.forward
+        if self._tells_larger is not None:
+            self._tells_larger.remove()
+            self._tells_larger = None
 
     def _require_own_forwards(self) -> None:
         for block in self.blocks:

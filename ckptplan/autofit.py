@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -26,15 +25,10 @@ from ckptplan.planners.budgets import budget_for, step_cost
 from ckptplan.profiles import ChainProfile, name_some
 from ckptplan.simulate import no_checkpoint_peak
 from ckptplan.subject import LossFn, default_device
-from ckptplan.trees import tensors_in
 from ckptplan.units import format_bytes, format_ms, format_percent, format_seconds, parse_bytes
 from ckptplan.wrappers import foreign_checkpoints, switched_off
 
 LONGEST_PLAN = 80  # characters of a plan's text in the summary
-
-
-class LargerBatchWarning(UserWarning):
-    """A training forward is given more than what was measured, so the predicted peak does not hold for it."""
 
 
 @dataclass
@@ -113,7 +107,6 @@ def fit(
     with_options = planner in PLANNERS_WITH_OPTIONS and importlib.util.find_spec("scipy") is not None
     undo: list[Callable[[], None]] = []
     lines: list[str] = []
-    seen = _LargestInput()
     try:
         if any(place.switch for place in foreign_checkpoints(model)):
             undo.append(switched_off(model))
@@ -122,7 +115,7 @@ def fit(
             model,
             blocks,
             batch,
-            seen.watching(loss_fn),
+            loss_fn,
             device=where,
             selective=with_options,
             compiled_budgets=COMPILED_BUDGETS if planner in PLANNERS_THAT_COMPILE else (),
@@ -131,7 +124,6 @@ def fit(
         plan = _plan(profile, kind, amount, static, where, planner, cost)
         equality = check_equality(model, plan, batch, loss_fn, device=where) if check else None
         undo.append(checkpointed(model, plan).permanent().remove)
-        undo.append(model.register_forward_pre_hook(seen, with_kwargs=True).remove)
     except BaseException:
         while undo:
             undo.pop()()
@@ -253,50 +245,3 @@ def _added(profile: ChainProfile, plan: CheckpointPlan) -> str:
         return f"{format_percent(plan.predicted_cost / step_cost(profile, 'flops'))} of a step's FLOPs again"
     share = plan.predicted_cost / step_cost(profile, "time")
     return f"about {format_ms(plan.predicted_cost)} added to a step ({format_percent(share)})"
-
-
-class _LargestInput:
-    """A forward pre-hook that tells of inputs larger than those that were measured; an object, so that it pickles."""
-
-    def __init__(self) -> None:
-        self.most_elements = 0
-        self.shapes = ""
-
-    def watching(self, loss_fn: LossFn) -> LossFn:
-        """``loss_fn`` that notes what the model is called with."""
-
-        def watched(model: nn.Module, batch: Any) -> torch.Tensor:
-            handle = model.register_forward_pre_hook(self._note, with_kwargs=True)
-            try:
-                return loss_fn(model, batch)
-            finally:
-                handle.remove()
-
-        return watched
-
-    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        elements = _elements(args, kwargs)
-        if elements > self.most_elements:
-            self.most_elements, self.shapes = elements, _shapes(args, kwargs)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return
-        elements = _elements(args, kwargs)
-        if elements > self.most_elements:
-            before, self.most_elements = self.shapes, elements
-            self.shapes = _shapes(args, kwargs)
-            warnings.warn(
-                f"the model is called with inputs {self.shapes}, larger than those that were measured ({before}): the "
-                "predicted peak does not hold for them. Call fit again with the largest batch",
-                LargerBatchWarning,
-                stacklevel=2,
-            )
-
-
-def _elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    return sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
-
-
-def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    return " ".join(f"[{','.join(map(str, tensor.shape))}]" for tensor in tensors_in((args, kwargs)))

@@ -111,6 +111,10 @@ class DryRunError(CkptplanError):
     """A step cannot be run on fake tensors: it decides by values, or has an operator that knows no fake tensors."""
 
 
+class LargerBatchWarning(UserWarning):
+    """A training forward is given more than what was measured, so the predicted peak does not hold for it."""
+
+
 class UnsupportedPlanVersionError(CkptplanError):
     """The plan or profile file was written in a format that this version does not read."""
 

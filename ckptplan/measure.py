@@ -41,6 +41,7 @@ from ckptplan.kinds import (
     time_key,
     with_loss,
 )
+from ckptplan.larger_inputs import LargestInputs
 from ckptplan.memory import make_meter
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost, modules_of
 from ckptplan.randomness import random_state_restored
@@ -155,11 +156,12 @@ def profile_model(
     declared = _resolve_blocks(model, blocks, batch, loss_fn, where)
     if not declared:
         raise ValueError("blocks is empty; declare at least one block")
-    return _profile(
+    largest = LargestInputs()
+    profile = _profile(
         model,
         declared,
         batch,
-        loss_fn,
+        largest.watching(loss_fn),
         device=where,
         dtype=None,
         trials=Trials(num_warmup, num_trials),
@@ -169,6 +171,7 @@ def profile_model(
         compiled_budgets=compiled_budgets,
         check_stop=check_stop,
     )
+    return replace(profile, environment={**profile.environment, **largest.as_environment()})
 
 
 def _resolve_blocks(

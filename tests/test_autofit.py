@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import ckptplan
-from ckptplan.autofit import LargerBatchWarning, fit, parse_budget
-from ckptplan.errors import InfeasibleTargetError, StepMismatchError
+from ckptplan.autofit import fit, parse_budget
+from ckptplan.errors import InfeasibleTargetError, LargerBatchWarning, StepMismatchError
 from ckptplan.proof import prove_model
 from ckptplan.subject import Trials
 from tests.run_models import WrongGradients

@@ -18,7 +18,7 @@ PACKAGE = Path(ckptplan.__file__).parent
 ORDER = """
 errors units console config record graph options
 randomness runtime optim trees wrappers blocks memory compiling recompute replay twin subject profiles selective stages
-signatures operators
+signatures operators larger_inputs
 trace discovery observe kinds choices compiled_choices regions tied assembly skeleton flow measure
 plan gaps targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
 planners.options planners.stairs planners.stretches planners.nested planners.milp
