@@ -11,7 +11,6 @@ import contextlib
 import importlib.util
 import json
 import logging
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -23,7 +22,6 @@ from rich.console import Console
 from torch import nn
 
 from ckptplan.apply import checkpointed
-from ckptplan.benchmark import percentile
 from ckptplan.blocks import BlockSelection, model_fingerprint, select_blocks
 from ckptplan.budget import PlannedRun, StaticBytes, plan_for_budget, static_bytes
 from ckptplan.certificate import Certificate, certify
@@ -50,23 +48,21 @@ from ckptplan.errors import (
 )
 from ckptplan.measure import profile_model
 from ckptplan.optim import learning_rate_schedule
-from ckptplan.plan import CheckpointDecision, CheckpointPlan, Compiled, PlanNode, parse_plan_text
+from ckptplan.plan import CheckpointPlan, Compiled, PlanNode, parse_plan_text
 from ckptplan.planners import PLANNERS_THAT_COMPILE, PLANNERS_WITH_OPTIONS
 from ckptplan.profile_cache import SharedProfile, profile_key, shared_profile
-from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
-from ckptplan.proof import GradientCheck, StepProof, is_out_of_memory, pair_of_model, prove_model
+from ckptplan.profiles import ChainProfile
+from ckptplan.proof import StepProof, is_out_of_memory, pair_of_model, prove_model
 from ckptplan.randomness import random_state_restored
 from ckptplan.record import (
     BudgetRecord,
     CertificateRecord,
     ErrorRecord,
-    GradientsRecord,
     LatencyRecord,
     PlanRecord,
     ProfileRecord,
     RunRecorder,
     RunResult,
-    StepTimes,
     TrainingRecord,
     environment,
     exit_code,
@@ -77,6 +73,14 @@ from ckptplan.report.page import try_write_report
 from ckptplan.report.records import is_job_of_sweep
 from ckptplan.report.tables import plan_table, result_table
 from ckptplan.resuming import RunStates, Stored, Trained, plan_made_for, restore_random, stored_form
+from ckptplan.run_records import (
+    decision_word,
+    gradients_record,
+    predicted_overhead_ratio,
+    recompute_flops_ratio,
+    short_name,
+    step_times,
+)
 from ckptplan.runs import describe_changes, remember_typed, without
 from ckptplan.runtime import Runtime, choose_runtime
 from ckptplan.simulate import PlanCost, no_checkpoint_peak, simulate_plan
@@ -136,7 +140,7 @@ def run_job(
         project=logger.project,
         mode=logger.mode,  # type: ignore[arg-type]
         entity=logger.entity,
-        tags=[*logger.tags, config.planner.name, _short_name(config.model)],
+        tags=[*logger.tags, config.planner.name, short_name(config.model)],
         job_type="plan" if config.plan_only else "train",
     )
     start_s = time.perf_counter()
@@ -320,8 +324,8 @@ class _Run:
 
     def build_model(self, data: Any, runtime: Runtime) -> nn.Module:
         model: nn.Module = instantiate(self.config.model, "model")
-        self.result.model = str(getattr(model, "title", _short_name(self.config.model)))
-        self.result.data = _short_name(self.config.data)
+        self.result.model = str(getattr(model, "title", short_name(self.config.model)))
+        self.result.data = short_name(self.config.data)
         expects = getattr(model, "expects", None)
         if expects is not None:
             mismatch = explain_mismatch(self.result.model, expects, self.result.data, data.spec)
@@ -506,8 +510,8 @@ class _Run:
         )
         cost = simulate_plan(profile, plan)
         if not plan.compiled:  # its cost is beside the fastest compiled step, not beside the eager one
-            self.result.latency.predicted_overhead_ratio = _overhead(profile, cost)
-        self.result.latency.recompute_flops_ratio = _flops_ratio(profile, cost)
+            self.result.latency.predicted_overhead_ratio = predicted_overhead_ratio(profile, cost)
+        self.result.latency.recompute_flops_ratio = recompute_flops_ratio(profile, cost)
         plan.save(self.folder / "plan.json")
         plan_table(profile, plan, self.console, planner=self.config.planner.name)
         self._track_plan(profile, plan, cost)
@@ -540,9 +544,7 @@ class _Run:
         return certificate
 
     def _track_plan(self, profile: ChainProfile, plan: CheckpointPlan, cost: PlanCost) -> None:
-        rows = [
-            (d.block_id, _decision_word(d), d.retained_bytes, d.recompute_time_ms, d.reason) for d in plan.decisions
-        ]
+        rows = [(d.block_id, decision_word(d), d.retained_bytes, d.recompute_time_ms, d.reason) for d in plan.decisions]
         self.tracker.table("plan", ("block", "decision", "retained_bytes", "recompute_time_ms", "why"), rows)
         levels = [(float(i), level_bytes / 2**20) for i, (_, _, level_bytes) in enumerate(cost.timeline)]
         self.tracker.curve("memory_over_step", ("stage", "MiB"), levels)
@@ -580,10 +582,13 @@ class _Run:
         budget_bytes = self.result.budget.bytes
         if proof.peak_bytes is not None and budget_bytes is not None:
             memory.within_budget = proof.peak_bytes <= budget_bytes
-        latency.step_ms, latency.no_checkpoint_step_ms = _times(proof.step_ms), _times(proof.no_checkpoint_step_ms)
+        latency.step_ms, latency.no_checkpoint_step_ms = (
+            step_times(proof.step_ms),
+            step_times(proof.no_checkpoint_step_ms),
+        )
         latency.overhead_ratio = proof.overhead_ratio
         self._note_noise(latency)
-        self.result.gradients = _gradients(proof.gradients, proof.gradients_note)
+        self.result.gradients = gradients_record(proof.gradients, proof.gradients_note)
         if proof.out_of_memory == "planned":
             raise torch.cuda.OutOfMemoryError("the planned step does not fit the device")
         if proof.gradients is not None and not proof.gradients.passed:
@@ -728,62 +733,3 @@ def _compiled_budgets(planner: PlannerConfig) -> tuple[float, ...]:
     except (OSError, ValueError, CkptplanError):  # the planner tells what is wrong with it
         return ()
     return tuple(sorted({node.budget for node in nodes if isinstance(node, Compiled)}))
-
-
-def _decision_word(decision: CheckpointDecision) -> str:
-    if decision.saved_ops is not None:
-        return "keep part"
-    return "recompute" if decision.checkpointed else "keep"
-
-
-def _short_name(node: dict[str, Any]) -> str:
-    return str(node["_target_"]).rpartition(".")[2]
-
-
-def _gradients(check: GradientCheck | None, note: str | None) -> GradientsRecord:
-    if check is None:
-        return GradientsRecord(checked=False, reference=note)
-    return GradientsRecord(
-        checked=True,
-        reference=check.reference,
-        max_abs_diff=check.max_abs_diff,
-        max_rel_diff=check.max_rel_diff,
-        bitwise_equal=check.bitwise_equal,
-        passed=check.passed,
-    )
-
-
-def _times(values_ms: tuple[float, ...]) -> StepTimes:
-    if not values_ms:
-        return StepTimes()
-    return StepTimes(
-        mean=statistics.fmean(values_ms),
-        p50=percentile(values_ms, 50),
-        p95=percentile(values_ms, 95),
-        std=statistics.stdev(values_ms) if len(values_ms) > 1 else None,
-        n=len(values_ms),
-    )
-
-
-def _stages(profile: ChainProfile) -> list[BlockProfile | RegionProfile]:
-    return [*profile.blocks, *profile.regions]
-
-
-def _overhead(profile: ChainProfile, cost: PlanCost) -> float | None:
-    """Predicted share of a step's time that the plan adds, from the measured parts."""
-    stages = _stages(profile)
-    parts = [t for s in stages for t in (s.forward_time_ms, s.backward_time_ms)]
-    if cost.recompute_time_ms is None or any(part is None for part in parts):
-        return None
-    step_ms = sum(part for part in parts if part is not None)
-    return cost.recompute_time_ms / step_ms if step_ms else None
-
-
-def _flops_ratio(profile: ChainProfile, cost: PlanCost) -> float | None:
-    """Share of a step's FLOPs that the plan computes again; exact."""
-    stages = _stages(profile)
-    parts = [f for s in stages for f in (s.forward_flops, s.backward_flops)]
-    if cost.recompute_flops is None or any(part is None for part in parts):
-        return None
-    step = sum(part for part in parts if part is not None)
-    return cost.recompute_flops / step if step else None

@@ -31,7 +31,7 @@ profile_cache tensorboard_tracker tracking stopping training runs resuming jobs 
 dashboards sweeps
 report report.tables report.records report.steps report.figures report.vega report.tradeoff report.charts
 report.page report.export report.text report.__main__
-run cli __main__
+run_records run cli __main__
 """.split()
 
 # What plans, checks and reports without a model at hand.
