@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptplan.blocks import CheckpointableBlock, call_block, declare_blocks, is_called_with
+from ckptplan.blocks import CheckpointableBlock, call_block, declare_blocks, hooks_between, is_called_with
 from ckptplan.compiling import CompiledBlock, called_as
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.graph import Output
@@ -262,6 +262,7 @@ class _FirstForward(_PlannedForward):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.segment.require_no_hooks([self.patch._modules[member] for member in blocks_of([self.node])])
         output = self.patch.run(self.node, _Arguments(args, kwargs))
         self.segment.start(output)
         return output
@@ -322,6 +323,16 @@ class _Segment:
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self.output: Any = None
+
+    def require_no_hooks(self, modules: Sequence[nn.Module]) -> None:
+        for position in range(1, len(modules)):
+            if hooks_between(*modules[position - 1 : position + 1]):
+                raise PlanIncompatibleError(
+                    f"hooks look at what {self.names[position - 1]!r} hands to {self.names[position]!r}, which runs "
+                    f"inside the segment from {self.names[0]!r} to {self.names[-1]!r}, where they would see something "
+                    "else: register them before profiling (then no segment is planned there), or use a plan that "
+                    "recomputes block by block"
+                )
 
     def start(self, output: Any) -> None:
         if len(self.names) == 1:

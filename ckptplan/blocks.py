@@ -195,6 +195,13 @@ def is_called_with(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return not kwargs and len(args) == len(given) and all(a is b for a, b in zip(args, given, strict=True))
 
 
+def hooks_between(earlier: nn.Module, later: nn.Module) -> bool:
+    """Whether hooks look at what one block hands to the next, or change it: within a segment they would not see it."""
+    on_earlier = earlier._forward_hooks, earlier._backward_hooks, earlier._backward_pre_hooks
+    on_later = later._forward_pre_hooks, later._backward_hooks, later._backward_pre_hooks
+    return any(on_earlier) or any(on_later)
+
+
 def takes_keyword(module: nn.Module, name: str) -> bool:
     """Whether ``module.forward`` has a parameter of that name, or takes any keyword."""
     parameters = inspect.signature(module.forward).parameters

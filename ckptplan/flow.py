@@ -92,8 +92,8 @@ def measure_any(
         counted = [shared.ended_bytes(i + 1) + _waiting_inputs_bytes(kinds[key]) for i, key in enumerate(keys)]
         blocks = [accounts.block(order, block, counted[order]) for order, block in enumerate(blocks)]
     blocks = [
-        replace(block, before=r) if order and not (accounts and accounts.is_plain_link(order)) else block
-        for order, (block, r) in enumerate(zip(blocks, regions, strict=False))
+        block if not order or _is_link(subject, accounts, order) else replace(block, before=region)
+        for order, (block, region) in enumerate(zip(blocks, regions, strict=False))
     ]
     return ChainProfile(
         blocks=tuple(blocks),
@@ -106,6 +106,11 @@ def measure_any(
         fingerprint=subject.fingerprint,
         environment=environment_of(subject.device, trace.calls[0]),
     )
+
+
+def _is_link(subject: Subject, accounts: Accounts | None, order: int) -> bool:
+    """Whether a segment may run over a call and the one before it."""
+    return accounts is not None and accounts.is_plain_link(order) and not subject.hooks_before(order)
 
 
 def holds_more(subject: Subject) -> bool:

@@ -303,7 +303,7 @@ def _measure(
         block = block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory)
         block = with_compiled(with_choices(block, choices.get(key)), compiled.get(key))
         block = shared.block_beside(block, kinds[key], choices.get(key))
-        if order and not (trace.calls[order].follows or isinstance(subject.twin, PlainChain)):
+        if order and not _is_link(subject, trace, order):
             block = replace(block, before=_nothing_between(blocks[-1], block))
         blocks.append(block)
     return ChainProfile(
@@ -363,8 +363,15 @@ def _examine_backwards(
     return kinds, keys, layout
 
 
+def _is_link(subject: Subject, trace: ChainTrace, order: int) -> bool:
+    """Whether a segment may run over a block and the one before it."""
+    if isinstance(subject.twin, PlainChain):
+        return True
+    return trace.calls[order].follows and not subject.hooks_before(order)
+
+
 def _nothing_between(earlier: BlockProfile, later: BlockProfile) -> RegionProfile:
-    """Between blocks of which the later one takes more than the earlier one returned: no segment runs over it."""
+    """No segment runs over it: the later block takes more than the earlier one returned, or hooks look."""
     count = len(earlier.output_bytes)
     return RegionProfile(
         name=between(earlier.block_id, later.block_id),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptplan.blocks import CheckpointableBlock, call_block, model_fingerprint
+from ckptplan.blocks import CheckpointableBlock, call_block, hooks_between, model_fingerprint
 from ckptplan.errors import BlockDeclarationError
 from ckptplan.trees import map_tensors, tensors_anywhere
 from ckptplan.twin import CANNOT_COPY, make_twin
@@ -113,6 +113,7 @@ class Subject:
     callers_buffers: dict[str, torch.Tensor]
     names: list[str]
     modules: list[nn.Module]
+    callers_modules: list[nn.Module]  # of which those are twins, without the hooks that a user put there
     run_step: Callable[[], Any]
     outside: list[torch.Tensor]
     device: torch.device
@@ -139,6 +140,7 @@ class Subject:
             callers_buffers=dict(model.named_buffers()),
             names=[b.block_id for b in blocks],
             modules=list(modules),
+            callers_modules=[b.module for b in blocks],
             run_step=lambda: step(twin, own_batch),
             outside=tensors_anywhere(own_batch),
             device=device,
@@ -156,7 +158,12 @@ class Subject:
         for position, block in enumerate(blocks):
             earlier = list(blocks[:position]).count(block)
             names.append(self.names[block] + (f"@{earlier + 1}" if earlier else ""))
-        return replace(self, names=names, modules=[self.modules[block] for block in blocks])
+        modules, callers = ([modules[i] for i in blocks] for modules in (self.modules, self.callers_modules))
+        return replace(self, names=names, modules=modules, callers_modules=callers)
+
+    def hooks_before(self, order: int) -> bool:
+        """Whether hooks of the user look at what the block before this one hands to it."""
+        return hooks_between(*self.callers_modules[order - 1 : order + 1])
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
