@@ -241,6 +241,8 @@ def _told(equality: EqualityCheck) -> str:
 def _added(profile: ChainProfile, plan: CheckpointPlan) -> str:
     if plan.predicted_cost is None:
         return "time not measured"
+    if plan.compiled:
+        return f"about {format_ms(plan.predicted_cost)} above the fastest compiled step"
     if plan.cost_kind == "flops":
         return f"{format_percent(plan.predicted_cost / step_cost(profile, 'flops'))} of a step's FLOPs again"
     share = plan.predicted_cost / step_cost(profile, "time")

@@ -113,11 +113,13 @@ def _compiled(forward: Forward, kind: str, budget: float) -> Forward:
 @functools.cache
 def _backend(budget: float) -> Callable[..., Any]:
     with _without_warnings_of_torch():
-        from torch._functorch import config
+        from torch._functorch import config as partitioner
+        from torch._inductor import config as code
         from torch._inductor.compile_fx import compile_fx
 
     def compile_with_budget(graph: Any, inputs: Any) -> Any:
-        with config.patch(activation_memory_budget=budget):
+        # half precision is rounded where the plain model rounds it
+        with partitioner.patch(activation_memory_budget=budget), code.patch(emulate_precision_casts=True):
             return compile_fx(graph, inputs)
 
     return compile_with_budget

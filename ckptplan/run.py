@@ -509,8 +509,7 @@ class _Run:
             optimality_gap=plan.optimality_gap,
         )
         cost = simulate_plan(profile, plan)
-        if not plan.compiled:  # its cost is beside the fastest compiled step, not beside the eager one
-            self.result.latency.predicted_overhead_ratio = predicted_overhead_ratio(profile, cost)
+        self.result.latency.predicted_overhead_ratio = predicted_overhead_ratio(profile, cost)
         self.result.latency.recompute_flops_ratio = recompute_flops_ratio(profile, cost)
         plan.save(self.folder / "plan.json")
         plan_table(profile, plan, self.console, planner=self.config.planner.name)
@@ -544,7 +543,11 @@ class _Run:
         return certificate
 
     def _track_plan(self, profile: ChainProfile, plan: CheckpointPlan, cost: PlanCost) -> None:
-        rows = [(d.block_id, decision_word(d), d.retained_bytes, d.recompute_time_ms, d.reason) for d in plan.decisions]
+        compiled = {node.block for node in plan.nodes if isinstance(node, Compiled)}
+        rows = [
+            (d.block_id, decision_word(d, is_compiled=i in compiled), d.retained_bytes, d.recompute_time_ms, d.reason)
+            for i, d in enumerate(plan.decisions)
+        ]
         self.tracker.table("plan", ("block", "decision", "retained_bytes", "recompute_time_ms", "why"), rows)
         levels = [(float(i), level_bytes / 2**20) for i, (_, _, level_bytes) in enumerate(cost.timeline)]
         self.tracker.curve("memory_over_step", ("stage", "MiB"), levels)

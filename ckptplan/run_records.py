@@ -13,8 +13,10 @@ from ckptplan.record import GradientsRecord, StepTimes
 from ckptplan.simulate import PlanCost
 
 
-def decision_word(decision: CheckpointDecision) -> str:
+def decision_word(decision: CheckpointDecision, *, is_compiled: bool) -> str:
     """What a plan does with a block, in a word."""
+    if is_compiled:
+        return "compiled"
     if decision.saved_ops is not None:
         return "keep part"
     return "recompute" if decision.checkpointed else "keep"

@@ -48,7 +48,7 @@ class PlanCost:
         peak_bytes: most bytes alive above what stands before the step.
         peak_at: the stage that sets it and its phase, as in ``"layers.3 backward"``.
         timeline: (stage, "forward" | "backward", most bytes alive in it), in the order in which they run.
-        recompute_time_ms: added by recomputation; None where the profile holds no times.
+        recompute_time_ms: added by recomputation; None where the profile holds no times or blocks run compiled.
         recompute_flops: the same in FLOPs; None where the profile does not hold them.
         retained_bytes: per block, what it adds to the bytes held until backward; a segment's stand at its first.
         end_level_bytes: what is left on the ledger at the end: always 0.
@@ -139,7 +139,9 @@ def no_checkpoint_peak(profile: ChainProfile | Sequence[BlockProfile], memory_mo
 
 
 def recompute_time_ms(profile: ChainProfile, nodes: Sequence[PlanNode]) -> float | None:
-    """Milliseconds that recomputation adds to a step; None where the profile holds no times at all."""
+    """Milliseconds that recomputation adds to an eager step; None without times, and where blocks run compiled."""
+    if any(isinstance(node, Compiled) for node in nodes):
+        return None  # what they cost is beside their own fastest step
     if not any(b.recompute_time_ms is not None or b.recompute_time_upper_bound_ms_mean is not None for b in profile):
         return None
     return plan_recompute_cost(profile, nodes, "time")

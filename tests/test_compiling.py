@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptplan.apply import apply_plan, checkpointed
+from ckptplan.autofit import fit
 from ckptplan.blocks import declare_blocks
 from ckptplan.compiling import CompiledBlock, called_as
 from ckptplan.dry_run import verify_plan
@@ -211,3 +212,14 @@ def test_weights_that_blocks_share_and_code_between_blocks_are_predicted_too() -
         proof = proved(model, plan, batch, mean_loss)
         assert simulate_plan(profile, plan).peak_bytes == pytest.approx(proof.peak_bytes, rel=0.01)
         assert proof.gradients.passed, proof.gradients.faults
+
+
+@pytest.mark.slow
+def test_fit_compiles_blocks_and_takes_the_plan_off_again() -> None:
+    model, batch = gpt()
+    fitted = fit(model, batch, token_loss, 0.6, planner="compile")
+    assert fitted.plan.compiled == 3
+    assert "above the fastest compiled step" in fitted.summary
+    assert "gradients off by at most" in fitted.summary
+    fitted.remove()
+    assert not any("forward" in vars(block) for block in model.layers)

@@ -1,8 +1,9 @@
-"""The compiled league: torch.compile and its ``activation_memory_budget``, over the whole model and block by block."""
+"""The compiled league: torch.compile and its ``activation_memory_budget``, whole or block by block; and our planner."""
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,13 +11,16 @@ import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 
-from tests.benchmarks.race.eager import Checkpointed, Entrant, plan_text, steps_between
+from ckptplan.measure import profile_model
+from tests.benchmarks.race.eager import Checkpointed, Entrant, plan_for, plan_text, planned_step, steps_between
+from tests.benchmarks.race.judging import OUR_COMPILED
 from tests.benchmarks.race.measuring import Step
 from tests.benchmarks.race.subjects import Subject, loss_of
 
 # Each is compiled anew, whole models for a minute: 1 is the default, between 1 and 0.7 lies a plateau.
 WHOLE_BUDGETS = (1.0, 0.5, 0.25, 0.0)
 BLOCK_BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
+TRIALS = {"num_warmup": 1, "num_trials": 9}  # the times that our plans are made from
 
 
 @functools.cache
@@ -78,6 +82,23 @@ def every_kth_compiled(subject: Subject) -> Iterator[Entrant]:
             f"k={k}: {plan_text(chosen, count)}",
             lambda layers=layers: subject.step_with(layers),
         )
+
+
+def ours(subject: Subject, budgets_bytes: Sequence[int]) -> Iterator[Entrant]:
+    """Planner ``compile`` over the budgets that the rivals have block by block: a plan for each budget that has one."""
+    profile = profile_model(subject.model, None, subject.batch, loss_of, compiled_budgets=BLOCK_BUDGETS, **TRIALS)
+    for budget_bytes in budgets_bytes:
+        start_s = time.perf_counter()
+        plan = plan_for(profile, "compile", "time", budget_bytes)
+        if plan is not None:
+            yield Entrant(
+                OUR_COMPILED,
+                plan.text,
+                planned_step(subject, plan),
+                asked_bytes=budget_bytes,
+                predicted_peak_bytes=plan.predicted_peak_bytes,
+                solve_s=time.perf_counter() - start_s,
+            )
 
 
 RIVALS: tuple[Callable[[Subject], Iterator[Entrant]], ...] = (whole_model, per_block, every_kth_compiled)

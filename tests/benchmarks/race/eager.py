@@ -133,21 +133,26 @@ def ours_for(subject: Subject, profile: ChainProfile, planner: str, cost: str, b
     solve_s = time.perf_counter() - start_s
     if plan is None:
         return None
+    return Entrant(
+        our_name(planner, cost),
+        plan.text,
+        planned_step(subject, plan),
+        asked_bytes=budget_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        added_flops=int(plan.predicted_cost) if cost == "flops" and plan.predicted_cost is not None else None,
+        solve_s=solve_s,
+    )
+
+
+def planned_step(subject: Subject, plan: CheckpointPlan) -> Step:
+    """A step of the subject under one of our plans."""
     patch = checkpointed(subject.model, plan)
 
     def step() -> Tensor:
         with patch:
             return subject.step()
 
-    return Entrant(
-        our_name(planner, cost),
-        plan.text,
-        step,
-        asked_bytes=budget_bytes,
-        predicted_peak_bytes=plan.predicted_peak_bytes,
-        added_flops=int(plan.predicted_cost) if cost == "flops" and plan.predicted_cost is not None else None,
-        solve_s=solve_s,
-    )
+    return step
 
 
 def plan_for(profile: ChainProfile, planner: str, cost: str, budget_bytes: int) -> CheckpointPlan | None:

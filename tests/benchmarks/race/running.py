@@ -78,6 +78,8 @@ def race(name: str, settings: Settings, say: Callable[[str], None] = lambda line
         compiled.allow_many_graphs()
         other = make_subject(name)  # the same model once more: compiling leaves marks on its modules
         entrants += [("compiled", other, entrant) for rival in compiled.RIVALS for entrant in rival(other)]
+        own = make_subject(name)
+        entrants += [("compiled", own, entrant) for entrant in compiled.ours(own, budgets_bytes)]
 
     configurations, steps = _measured(entrants, plain, say)
     record: Record = {
