@@ -335,6 +335,8 @@ def expected_words(key: str) -> str | None:
         return 'a size such as "6GiB" or a whole number of bytes'
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return "one of " + ", ".join(hint.__members__)
+    if typing.get_origin(hint) is list:
+        return "a list such as [first, second]"
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return " or ".join(_TYPE_WORDS[member] for member in members if member in _TYPE_WORDS) or None
 

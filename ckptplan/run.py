@@ -150,6 +150,8 @@ def run_job(
             stored = states.checked(stored)
             if is_finished(config, stored):
                 log.info("%s is finished: step %d. To train on: steps=<more than that>", folder, stored.position.step)
+                for change in _changes_since(stored, resolved):
+                    log.info("without effect: %s", change)
                 return 0
         with RunRecorder(folder) as recorder:
             run = _Run(config, resolved, folder, overrides, result, recorder, tracker, stop, states, stored, on_begin)
@@ -162,6 +164,10 @@ def run_job(
                 result.timing.total_s = time.perf_counter() - start_s
                 run.finish()
     return exit_code(result.status, stop.signal_number)
+
+
+def _changes_since(stored: Stored, resolved: dict[str, Any]) -> list[str]:
+    return describe_changes(stored.config, {**resolved, "resume": stored.config["resume"]})
 
 
 def is_finished(config: RunConfig, stored: Stored) -> bool:
@@ -248,9 +254,7 @@ class _Run:
         step = 0 if self.stored is None else self.stored.position.step
         if self.stored is not None:
             log.info("going on from %s (resume=%s)", self.result.state.resumed_from, self.config.resume)
-            for change in describe_changes(
-                self.stored.config, {**self.resolved, "resume": self.stored.config["resume"]}
-            ):
+            for change in _changes_since(self.stored, self.resolved):
                 log.info("changed since step %d: %s", step, change)
             remember_typed(self.folder, without(("resume",), self.overrides))
         with contextlib.suppress(FileNotFoundError):

@@ -102,6 +102,9 @@ def find_run(wanted: str, output_dir: Path) -> FoundRun:
         raise config_error(
             "resume", wanted, f"no state of the run {run}; it holds {there}", remedy=shell_override("resume", str(run))
         )
+    if (folder / "multirun.yaml").is_file():
+        remedy = f"the sweep's command with {shell_override('sweep.resume', str(folder))}, or resume=<one of its jobs>"
+        raise config_error("resume", wanted, "the folder of a sweep, not of a run", remedy=remedy)
     if (folder / "config.yaml").is_file():
         raise config_error("resume", wanted, f"the run {folder} holds no state", remedy=_remedy(output_dir))
     named = [run for run in runs_below(output_dir) if _name_of(run) == wanted]

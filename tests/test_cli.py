@@ -63,6 +63,7 @@ def answer_with(reply: Callable[[], int]) -> None:
 
 # What is typed -> what the message says; each ends with exit code 2 before a folder exists.
 TYPOS: list[tuple[list[str], list[str]]] = [
+    (["logger.tags=x"], ["logger.tags=x: not valid; expected a list such as [first, second]", "type: logger.tags=[]"]),
     (["stpes=5"], ["stpes=5", "did you mean: steps", "allowed: name, seed", "type: steps=5"]),
     (["optimizer.lrr=1"], ["optimizer.lrr=1", "did you mean: optimizer.lr", "optimizer.betas"]),
     (["steps=abc"], ["steps=abc", "a whole number", "type: steps=60"]),

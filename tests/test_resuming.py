@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -259,6 +260,15 @@ class TestOtherSettings:
         caplog.set_level("INFO")
         assert run("steps=4", "scheduler=constant", "scheduler.warmup_steps=0", resume=whole.folder).code == 0
         assert "is finished: step 4" in caplog.text
+        assert files_of(whole.folder) == before
+        assert "without effect: model.width" not in caplog.text
+        assert (
+            run(
+                "steps=4", "scheduler=constant", "scheduler.warmup_steps=0", "+model.width=48", resume=whole.folder
+            ).code
+            == 0
+        )
+        assert re.search("without effect: model.width: None -> 48", caplog.text)
         assert files_of(whole.folder) == before
         more = run("steps=9", "scheduler=constant", "scheduler.warmup_steps=0", resume=whole.folder)
         assert more.rows == run("steps=9", "scheduler=constant", "scheduler.warmup_steps=0").rows

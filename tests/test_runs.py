@@ -233,3 +233,10 @@ def test_damaged_words_of_an_earlier_run_are_told(
     (run / ".hydra" / "overrides.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=r"its \.hydra/overrides\.yaml"):
         find_run(str(run), start_folder / "outputs").typed()
+
+
+def test_the_folder_of_a_sweep_is_told_apart(start_folder: Path) -> None:
+    (start_folder / "sw").mkdir()
+    (start_folder / "sw" / "multirun.yaml").touch()
+    with pytest.raises(ConfigError, match=r"the folder of a sweep(?s:.*)sweep\.resume=.*sw"):
+        find_run("sw", start_folder / "outputs")

@@ -279,6 +279,7 @@ def _padded(size_bytes: int) -> int:
 
 def _make_slab(size_bytes: int, *, shared: bool) -> Slab:
     key = f"{os.getpid()}-{next(_numbers)}"
+    descriptor = -1
     try:
         if not shared:
             return Slab(key, size_bytes, -1, mmap.mmap(-1, size_bytes))
@@ -286,7 +287,9 @@ def _make_slab(size_bytes: int, *, shared: bool) -> Slab:
         os.ftruncate(descriptor, size_bytes)
         return Slab(key, size_bytes, descriptor)
     except OSError as error:
-        message = f"no memory for a snapshot of {format_bytes(size_bytes)}: {error}; mode='sync' needs none"
+        if descriptor >= 0:
+            os.close(descriptor)
+        message = f"no memory for a snapshot of {format_bytes(size_bytes)}: {error}"
         raise SaveFailedError(message, errno=error.errno) from error
 
 

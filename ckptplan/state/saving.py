@@ -144,22 +144,25 @@ class Saver:
         arena = matching[0] if matching else Arena(shared=shared)
         growth, available = arena.growth_bytes(snapshot.plans), available_bytes()
         if available is not None and growth > available:
-            if not self._has_told_of_memory:
-                self._has_told_of_memory = True
-                _log.warning(
-                    "a snapshot needs %s more and %s is free: saves are written on the spot, and training waits",
-                    format_bytes(growth),
-                    format_bytes(available),
-                )
+            self._tell_of_memory(f"a snapshot needs {format_bytes(growth)} more and {format_bytes(available)} is free")
             return None
         if matching:
             self._free.remove(arena)
         try:
             arena.fit(snapshot.plans)
+        except SaveFailedError as error:  # a limit of this process: ulimit -v, -f, -n
+            arena.close()
+            self._tell_of_memory(str(error))
+            return None
         except BaseException:
             arena.close()
             raise
         return arena
+
+    def _tell_of_memory(self, reason: str) -> None:
+        if not self._has_told_of_memory:
+            self._has_told_of_memory = True
+            _log.warning("%s: saves are written on the spot, and training waits", reason)
 
     def _hand_to_process(
         self, job: Job, snapshot: Snapshot, block: bytes, lock: int | None, arena: Arena, writer: WriterProcess

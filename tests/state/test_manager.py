@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import logging
@@ -577,6 +578,27 @@ def test_no_memory_for_a_snapshot_writes_on_the_spot_and_says_so_once(
             assert states.save(name, {"w": torch.ones(1_000_000)}).done()
         assert states.load("b")["w"].sum() == 1_000_000
     assert caplog.text.count("training waits") == 1
+
+
+@pytest.mark.parametrize("call", ["memfd_create", "ftruncate"])
+def test_memory_that_the_system_refuses_is_no_reason_not_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    """A limit of the process (``ulimit -n``, ``-f``), met by the first save or when the state has grown."""
+
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    with CheckpointManager(tmp_path) as states:
+        states.save("a", {"w": torch.ones(10)}).result()
+        descriptors = len(list(Path("/proc/self/fd").iterdir()))
+        monkeypatch.setattr(os, call, refuse)
+        for name in ("b", "c"):
+            assert states.save(name, {"w": torch.ones(1_000_000)}).done()
+        assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors
+        assert states.load("c")["w"].sum() == 1_000_000
+        assert ids(states) == ["a", "b", "c"]
+    assert caplog.text.count("File too large: saves are written on the spot") == 1
 
 
 def test_without_a_writer_process_a_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
