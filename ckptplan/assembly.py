@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptplan.blocks import CHANGED_SETTINGS
 from ckptplan.choices import Choices, Measuring, find_choices, same_choices, time_choices
 from ckptplan.errors import NoDifferentiableOutputError
 from ckptplan.kinds import Kind, activation_bytes, block_forward, time_again
@@ -173,9 +174,11 @@ def _dtype_of(parameters: Sequence[nn.Parameter]) -> str:
     return ",".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
 
 
-def environment_of(device: torch.device, first: BlockCall) -> dict[str, Any]:
+def environment_of(subject: Subject, first: BlockCall) -> dict[str, Any]:
+    device = subject.device
     enabled, dtype, cached = first.autocast
-    return {
+    changed = {CHANGED_SETTINGS: sorted(subject.changed_settings)} if subject.changed_settings else {}
+    return changed | {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch import nn
 from ckptplan.errors import BlockDeclarationError
 from ckptplan.trees import array_hash, attributes_of, is_filled
 
+# In a profile's and a plan's environment: what a forward changes, and the fingerprint without that.
+CHANGED_SETTINGS, SETTLED_FINGERPRINT = "changed_settings", "settled_fingerprint"
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
 
 
@@ -208,13 +210,13 @@ def takes_keyword(module: nn.Module, name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def describe_module(module: nn.Module, *, exact: bool = False) -> str:
+def describe_module(module: nn.Module, *, exact: bool = False, without: Collection[str] = ()) -> str:
     """What a module computes with, as text: classes, settings, shapes, dtypes, gradient and train flags.
 
     Settings are looked for in attributes, and in dicts, dataclasses, plain objects and closures that these hold.
     Weights and buffers are left out. ``exact`` adds the values of arrays and the identity of what cannot be written as
     text, so that equal texts mean equal computations within one process (up to weights and buffers); without it the
-    text is the same in every process.
+    text is the same in every process. ``without``: settings to leave out, named as ``changed_settings`` does.
     """
     lines = []
     parts = {id(part): path for path, part in module.named_modules()}
@@ -222,11 +224,46 @@ def describe_module(module: nn.Module, *, exact: bool = False) -> str:
         kind = type(part)
         lines.append(f"{path}:{kind.__module__}.{kind.__qualname__}({part.extra_repr()}) train={part.training}")
         for name, attribute in sorted(vars(part).items()):
-            if name not in _MODULE_INTERNALS:
-                lines.append(f" {name}={_describe(attribute, exact, parts, _DEPTH)}")
+            if name in _MODULE_INTERNALS or name in without:
+                continue
+            inner = [label.removeprefix(f"{name}.") for label in without if label.startswith(f"{name}.")]
+            if inner and _is_object(attribute):
+                attribute = types.SimpleNamespace(**_all_but(attributes_of(attribute), inner))
+            lines.append(f" {name}={_describe(attribute, exact, parts, _DEPTH)}")
         for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
             lines.append(f" {name}:{tuple(tensor.shape)}:{tensor.dtype}:grad={tensor.requires_grad}")
     return "\n".join(lines)
+
+
+def settings_of(module: nn.Module) -> dict[tuple[str, str], str]:
+    """(path of a part, name of an attribute, or of one in the object that it holds) -> what stands there, as text."""
+    found = {}
+    parts = {id(part): path for path, part in module.named_modules()}
+    for path, part in module.named_modules():
+        for name, attribute in vars(part).items():
+            if name in _MODULE_INTERNALS:
+                continue
+            held = {f"{name}.{key}": value for key, value in attributes_of(attribute).items()}
+            for label, value in (held if _is_object(attribute) else {name: attribute}).items():
+                found[path, label] = _describe(value, False, parts, _DEPTH)
+    return found
+
+
+def changed_settings(before: Mapping[tuple[str, str], str], after: Mapping[tuple[str, str], str]) -> set[str]:
+    """Names of the settings that differ: ``calls``, or ``config.problem_type`` within an object."""
+    return {key[1] for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+
+
+def _all_but(items: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: item for name, item in items.items() if name not in names}
+
+
+def _is_object(value: Any) -> bool:
+    """Whether it is an object of the user's that holds settings in its attributes."""
+    known = (enum.Enum, *_WRITABLE, torch.Tensor, np.ndarray, nn.Module, type, list, tuple, set, frozenset, Mapping)
+    if isinstance(value, known) or inspect.isroutine(value) or isinstance(value, functools.partial):
+        return False
+    return not is_library(type(value)) or type(value) is types.SimpleNamespace
 
 
 _WRITABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, np.generic)
@@ -297,7 +334,8 @@ def is_library(kind: type) -> bool:
     return top in sys.stdlib_module_names or top in ("torch", "numpy")
 
 
-def model_fingerprint(blocks: Sequence[CheckpointableBlock]) -> str:
-    """SHA-256 over what the blocks compute with, in their order; weights left out."""
-    text = "\n".join(f"{block.order}:{block.block_id}\n{describe_module(block.module)}" for block in blocks)
+def model_fingerprint(blocks: Sequence[CheckpointableBlock], without: Collection[str] = ()) -> str:
+    """SHA-256 over what the blocks compute with, in their order; weights and the settings ``without`` left out."""
+    described = ((block, describe_module(block.module, without=without)) for block in blocks)
+    text = "\n".join(f"{block.order}:{block.block_id}\n{text}" for block, text in described)
     return hashlib.sha256(text.encode()).hexdigest()

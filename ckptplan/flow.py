@@ -104,7 +104,7 @@ def measure_any(
         loss_bytes=0 if accounts is None else accounts.loss_bytes,
         meter="off" if memory == "off" else make_meter(subject.device, memory).name,
         fingerprint=subject.fingerprint,
-        environment=environment_of(subject.device, trace.calls[0]),
+        environment=environment_of(subject, trace.calls[0]),
     )
 
 

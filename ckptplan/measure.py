@@ -25,7 +25,14 @@ from ckptplan.assembly import (
     timed_kinds,
     with_choices,
 )
-from ckptplan.blocks import CheckpointableBlock, model_fingerprint, require_blocks, select_blocks
+from ckptplan.blocks import (
+    CHANGED_SETTINGS,
+    SETTLED_FINGERPRINT,
+    CheckpointableBlock,
+    model_fingerprint,
+    require_blocks,
+    select_blocks,
+)
 from ckptplan.choices import Choices
 from ckptplan.compiled_choices import Compiling, measure_compiled, time_compiled, with_compiled
 from ckptplan.compiling import require_compiler
@@ -171,7 +178,10 @@ def profile_model(
         compiled_budgets=compiled_budgets,
         check_stop=check_stop,
     )
-    return replace(profile, environment={**profile.environment, **largest.as_environment()})
+    environment = {**profile.environment, **largest.as_environment()}
+    if changed := environment.get(CHANGED_SETTINGS):
+        environment[SETTLED_FINGERPRINT] = model_fingerprint(_in_running_order(declared, profile), changed)
+    return replace(profile, environment=environment)
 
 
 def _resolve_blocks(
@@ -315,7 +325,7 @@ def _measure(
         loss_bytes=0 if memory == "off" else loss_bytes(regions),
         meter="off" if memory == "off" else make_meter(subject.device, memory).name,
         fingerprint=subject.fingerprint,
-        environment=environment_of(subject.device, first),
+        environment=environment_of(subject, first),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -119,6 +119,7 @@ class Subject:
     device: torch.device
     has_loss: bool
     fingerprint: str
+    changed_settings: set[str] = field(default_factory=set)  # by a forward: state, such as a counter of calls
 
     @staticmethod
     def of(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptplan.blocks import is_called_with
+from ckptplan.blocks import changed_settings, is_called_with, settings_of
 from ckptplan.errors import BlockDeclarationError, UnsupportedBoundaryError
 from ckptplan.randomness import torch_state
 from ckptplan.signatures import call_signature
@@ -136,6 +136,7 @@ def trace_subject(subject: Subject, *, linked: bool = True) -> ChainTrace:
     guard = WriteGuard(subject.callers_parameters)
     before = {name: buffer.detach().clone() for name, buffer in subject.callers_buffers.items()}
     outside = [*subject.outside, *(() if linked else subject.standing_tensors())]
+    settings = [settings_of(module) for module in subject.modules]
     try:
         with no_foreign_calls(subject.twin):
             trace = trace_chain(
@@ -146,6 +147,8 @@ def trace_subject(subject: Subject, *, linked: bool = True) -> ChainTrace:
         strange = _put_back(subject.callers_buffers, before)
     if strange:
         raise BlockDeclarationError(_original_used("the model changes the buffer", strange[0]))
+    for module, held in zip(subject.modules, settings, strict=True):
+        subject.changed_settings |= changed_settings(held, settings_of(module))
     keys = {storage_key(subject.callers_parameters[name]) for name in guard.saved}
     for parameter in subject.twin.parameters():
         if storage_key(parameter) in keys:  # from here on it writes to memory of the twin's

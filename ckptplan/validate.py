@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptplan.blocks import CheckpointableBlock, model_fingerprint, require_blocks, takes_keyword
+from ckptplan.blocks import (
+    CHANGED_SETTINGS,
+    SETTLED_FINGERPRINT,
+    CheckpointableBlock,
+    model_fingerprint,
+    require_blocks,
+    takes_keyword,
+)
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.plan import CheckpointPlan, blocks_of
 from ckptplan.profiles import modules_of
@@ -34,7 +41,7 @@ def validate_plan(
     faults = _block_faults(plan, blocks)
     if not faults:
         faults += _buffer_faults(plan, blocks)
-        if plan.fingerprint and plan.fingerprint != model_fingerprint(blocks):
+        if plan.fingerprint and not _is_profiled(plan, blocks):
             faults.append(
                 "the model is not the one that was profiled (a class, setting, shape, dtype, requires_grad flag or "
                 "train mode differs); profile it again and make a new plan"
@@ -47,6 +54,15 @@ def validate_plan(
             faults.append(f"no block takes the keyword argument {name!r}")
     if faults:
         raise PlanIncompatibleError(faults)
+
+
+def _is_profiled(plan: CheckpointPlan, blocks: Sequence[CheckpointableBlock]) -> bool:
+    """Whether the plan was made for these blocks, before their first forward or after any."""
+    if plan.fingerprint == model_fingerprint(blocks):
+        return True
+    environment = plan.environment or {}
+    changed: list[str] = environment.get(CHANGED_SETTINGS) or []
+    return bool(changed) and environment.get(SETTLED_FINGERPRINT) == model_fingerprint(blocks, changed)
 
 
 def require_plan(plan: object) -> None:
