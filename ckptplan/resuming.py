@@ -73,7 +73,7 @@ class Stored:
             return None
         try:
             plan = CheckpointPlan.from_json(self.plan["json"], f"the plan in {self.checkpoint_id}")
-        except (PlanIncompatibleError, UnsupportedPlanVersionError) as error:
+        except (PlanIncompatibleError, UnsupportedPlanVersionError, ValueError) as error:
             log.warning("the stored plan is not used: %s", error)
             return None
         figures = {

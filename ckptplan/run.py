@@ -394,7 +394,7 @@ class _Run:
             return None
         try:
             profile = ChainProfile.load(self.folder / "profile.json")
-        except (OSError, CkptplanError) as error:
+        except (OSError, ValueError, RecursionError, CkptplanError) as error:  # damaged, or of another version
             log.warning("the blocks are measured again: %s", error)
             return None
         if profile.fingerprint != planned.plan.fingerprint:

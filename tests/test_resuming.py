@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -253,6 +254,21 @@ class TestOtherSettings:
         assert [lr for _, _, _, lr, _ in part.rows[2:]] != [lr for _, _, _, lr, _ in run(*SHORT).rows[2:]]
         with pytest.raises(ConfigError, match=r"optimizer\._target_: .*AdamW -> .*SGD"):
             run("steps=6", "optimizer=sgd", resume=part.folder)
+
+    @pytest.mark.parametrize("content", ["", "[1]", '{"schema": "ckptplan.profile/0"}', None, "[" * 100_000])
+    def test_a_profile_that_cannot_be_read_any_more_is_measured_again(self, run: Run, caplog, content) -> None:
+        """It is damaged, or another version of this package has written it: None, with a key missing."""
+        part = run(*SHORT, stop_at=2)
+        path = part.folder / "profile.json"
+        if content is None:
+            profile = json.loads(path.read_text())
+            del profile["blocks"][0]["kind"]
+            content = json.dumps(profile)
+        path.write_text(content)
+        again = run(*SHORT, resume=part.folder)
+        assert again.code == 0
+        assert "the blocks are measured again: " in caplog.text
+        assert [row[0] for row in again.rows] == [1, 2, 3, 4]
 
     def test_a_finished_run_says_so_and_goes_on_to_more_steps(self, run: Run, caplog) -> None:
         whole = run("steps=4", "scheduler=constant", "scheduler.warmup_steps=0")
