@@ -79,7 +79,7 @@ def find_blocks(
     if not found:
         raise BlockDeclarationError(
             f"no list of {type(model).__name__} runs as blocks: {'; '.join(refused)}. "
-            "Name the blocks: 'blocks.paths=[path.*]'"
+            "Name the blocks ('blocks.paths=[path.*]'), or have the loss call the model that it is given"
         )
     taken = _taken(model, found, calls)
     names = [member for item in taken for member in item.members]

@@ -7,7 +7,7 @@ they were. Memory and time are taken in separate runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -159,6 +159,11 @@ def profile_model(
     faults = plainness_faults(model)
     if faults:
         raise BlockDeclarationError("; ".join(faults))
+    if isinstance(batch, Iterator):
+        raise TypeError(
+            f"batch is a {type(batch).__name__}, which is used up by one step, and steps are run many times: give one "
+            "batch, such as next(iter(loader))"
+        )
     where = torch.device(device) if device is not None else default_device(model, batch)
     declared = _resolve_blocks(model, blocks, batch, loss_fn, where)
     if not declared:

@@ -275,7 +275,8 @@ class _Watch:
             if getattr(part, name) is not weight or weight._version != version:
                 raise RuntimeError(
                     f"the weight {name!r} of {type(part).__name__} was changed between forward and backward, so a "
-                    "recomputed block would give other activations; update weights after backward"
+                    "recomputed block would give other activations; update weights after backward (with "
+                    "torch.func.functional_call: take the plan off first, it puts the weights back after the forward)"
                 )
         for part, training in self.flags:
             if part.training != training:

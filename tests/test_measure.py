@@ -618,3 +618,8 @@ def test_segments_from_block_0_of_the_readmes_model_are_planned_and_proved(text:
     assert proof.gradients is not None
     assert proof.gradients.passed
     assert plan.predicted_peak_bytes == proof.peak_bytes
+
+
+def test_an_iterator_is_no_batch() -> None:
+    with pytest.raises(TypeError, match=r"batch is a list_iterator.*next\(iter\(loader\)\)"):
+        profile_model(Net(), "layers.*", iter([torch.randn(2, 32, 64)]), lambda model, batch: model(next(batch)).sum())

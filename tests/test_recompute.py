@@ -334,3 +334,19 @@ def test_what_the_code_writes_into_its_arguments_is_seen_outside_once() -> None:
     expected.load_state_dict(linear.state_dict())
     (expected(x) * 2).tanh().sum().backward()
     assert torch.equal(linear.weight.grad, expected.weight.grad)
+
+
+def test_a_functional_call_with_other_weights_is_refused_by_name() -> None:
+    class Recomputing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return run_recomputed(lambda y: self.linear(y).tanh(), Guards((), (self.linear,)), x)
+
+    model = Recomputing()
+    weights = {name: (2 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+    loss = torch.func.functional_call(model, weights, torch.randn(3, 4)).sum()
+    with pytest.raises(RuntimeError, match=r"weight 'weight' of Linear.*functional_call: take the plan off"):
+        loss.backward()
