@@ -284,7 +284,9 @@ class _Run:
         self.is_started = True
         made_for = plan_made_for(self.config, batch, runtime.device_name)
         stored_plan = None if self.stored is None else self.stored.planned(made_for)
-        profile = self.stored_profile(stored_plan, selection) or self.profile(model, selection, batch, runtime)
+        profile = self.stored_profile(stored_plan, selection)
+        if profile is None:  # the figures of the stored plan are not those of another measurement
+            stored_plan, profile = None, self.profile(model, selection, batch, runtime)
         planned = self.plan(profile, static, stored_plan)
         certificate = None
         if planned.plan.compiled:
@@ -395,7 +397,7 @@ class _Run:
         try:
             profile = ChainProfile.load(self.folder / "profile.json")
         except (OSError, ValueError, RecursionError, CkptplanError) as error:  # damaged, or of another version
-            log.warning("the blocks are measured again: %s", error)
+            log.warning("the blocks are measured again and the plan is made anew: %s", error)
             return None
         if profile.fingerprint != planned.plan.fingerprint:
             return None
