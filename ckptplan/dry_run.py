@@ -130,7 +130,7 @@ def _refuse(error: Exception, places: _Places) -> NoReturn:
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         reason = f"{error.func} decides by the values of tensors (control flow or a shape), and fake tensors have none"
     else:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     raise DryRunError(
         f"the dry run stops in {block} ({phase}): {reason}; measure the plan by a real step instead "
         "(run_benchmark, or train.py with plan_only=false)"
