@@ -25,6 +25,7 @@ from ckptplan.apply import checkpointed
 from ckptplan.blocks import BlockSelection, model_fingerprint, select_blocks
 from ckptplan.budget import PlannedRun, StaticBytes, plan_for_budget, static_bytes
 from ckptplan.certificate import Certificate, certify
+from ckptplan.check import check_plan
 from ckptplan.compiled_choices import COMPILED_BUDGETS
 from ckptplan.compiling import require_compiler
 from ckptplan.config import PlannerConfig, RunConfig, config_error, config_hash, config_yaml
@@ -396,6 +397,7 @@ class _Run:
             return None
         try:
             profile = ChainProfile.load(self.folder / "profile.json")
+            check_plan(profile, planned.plan)  # a part of the run that saved no state may have measured since
         except (OSError, ValueError, RecursionError, CkptplanError) as error:  # damaged, or of another version
             log.warning("the blocks are measured again and the plan is made anew: %s", error)
             return None
