@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
 
 from ckptplan.compiling import CompiledBlock, called_as
 from ckptplan.kinds import Kind, block_forward, settled_bytes, with_loss
@@ -130,6 +129,8 @@ def with_compiled(block: BlockProfile, choices: CompiledChoices | None) -> Block
 
 
 def _measured(kind: Kind, how: Compiling) -> CompiledChoices:
+    from torch._dynamo.exc import TorchDynamoException  # seconds; who does not compile goes without
+
     refused = _why_not(kind)
     costs: dict[float, StageCost] = {}
     for budget in how.budgets if refused is None else ():

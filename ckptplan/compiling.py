@@ -50,8 +50,10 @@ def require_compiler(device: torch.device) -> None:
 class CompiledBlock:
     """Stands for a block's own forward: ``compiled_block(*args, **kwargs)``.
 
-    Without gradients the block runs as it is. It is compiled at the first call, for the shapes of each call; a graph
-    break is an error of Dynamo's. Copies and pickles without its compiled code.
+    Without gradients the block runs as it is. It is compiled at the first call with each new shape; a graph break is an
+    error of Dynamo's. Copies and pickles without its compiled code.
+
+    Raises ``RuntimeError`` at more different shapes than ``torch._dynamo.config.recompile_limit``.
     """
 
     def __init__(self, module: nn.Module, budget: float) -> None:
@@ -66,11 +68,20 @@ class CompiledBlock:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return type(self.module).forward(self.module, *args, **kwargs)
-        if self._run is not None:
-            return self._run(self.module, *args, **kwargs)
-        self._run = _compiled(type(self.module).forward, self._kind, self.budget)
-        with _without_warnings_of_torch():
-            return self._run(self.module, *args, **kwargs)
+        try:
+            if self._run is not None:
+                return self._run(self.module, *args, **kwargs)
+            self._run = _compiled(type(self.module).forward, self._kind, self.budget)
+            with _without_warnings_of_torch():
+                return self._run(self.module, *args, **kwargs)
+        except Exception as error:
+            if type(error).__name__ != "FailOnRecompileLimitHit":  # importing the class takes seconds
+                raise
+            raise RuntimeError(
+                f"a planned {type(self.module).__name__} was called with more different shapes than torch.compile "
+                f"keeps graphs for ({torch._dynamo.config.recompile_limit}); pad batches to fewer shapes, raise "
+                "torch._dynamo.config.recompile_limit, or take an eager planner"
+            ) from error
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_run": None}

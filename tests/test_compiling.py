@@ -215,6 +215,17 @@ def test_weights_that_blocks_share_and_code_between_blocks_are_predicted_too() -
 
 
 @pytest.mark.slow
+def test_more_shapes_than_dynamo_keeps_graphs_for_are_refused_with_a_remedy() -> None:
+    from torch._dynamo import config
+
+    block = CompiledBlock(nn.Linear(7, 7), 1.0)
+    with config.patch(recompile_limit=1):
+        block(torch.randn(2, 7)).sum().backward()
+        with pytest.raises(RuntimeError, match="a planned Linear was called with more different shapes"):
+            block(torch.randn(3, 7))
+
+
+@pytest.mark.slow
 def test_fit_compiles_blocks_and_takes_the_plan_off_again() -> None:
     model, batch = gpt()
     fitted = fit(model, batch, token_loss, 0.6, planner="compile")
