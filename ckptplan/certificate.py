@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ckptplan.check import check_plan
 from ckptplan.errors import PlanIncompatibleError
+from ckptplan.gaps import expanded
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners.milp import ilp
 from ckptplan.planners.nested import cheapest_flat, optimal
@@ -46,6 +47,7 @@ class Certificate:
         dry_run_peak_bytes: of a step on fake tensors (``verify_plan``); None: not run, or not possible.
         operator, block, phase: what ran at that peak.
         measured_peak_bytes: of a real step; None: not measured (yet).
+        with_options: the profile holds options inside blocks; else the bounds are those of plans over whole blocks.
     """
 
     plan_digest: str
@@ -63,6 +65,7 @@ class Certificate:
     block: str | None = None
     phase: str | None = None
     measured_peak_bytes: int | None = None
+    with_options: bool = False
 
     @property
     def text(self) -> str:
@@ -71,10 +74,11 @@ class Certificate:
             f"peak {format_bytes(self.peak_bytes)} at {self.peak_at}, budget {format_bytes(self.budget_bytes)}",
             f"cost {self._cost_text(self.cost)}",
         ]
+        over = "" if self.with_options else " over whole blocks"
         if self.flat_lower_bound is not None:
             check = {"agrees": " (HiGHS agrees)", "disagrees": " (HiGHS disagrees)"}.get(self.cross_check, "")
-            parts.append(f"no flat plan below {self._cost_text(self.flat_lower_bound)}{check}")
-        parts.append(f"no plan of any shape below {self._cost_text(self.lower_bound)}")
+            parts.append(f"no flat plan{over} below {self._cost_text(self.flat_lower_bound)}{check}")
+        parts.append(f"no plan of any shape{over} below {self._cost_text(self.lower_bound)}")
         parts.append("proved optimal" if self.gap == 0 else f"gap {100 * self.gap:.3g} %")
         if self.dry_run_peak_bytes is not None:
             parts.append(
@@ -119,22 +123,23 @@ def certify(
     simulated = simulate_plan(chain, plan.nodes, memory_model)
     budget = max(plan.budget_bytes or 0, simulated.peak_bytes)
     cost = plan_recompute_cost(chain, plan.nodes, kind)
+    stages = expanded(chain)  # solvers number what runs between blocks too
 
     def solved(result: PlannerResult) -> tuple[float, float] | None:
         """Least cost by the solver's bound and by its plan; None where none fits."""
-        if simulate_plan(chain, result.nodes, memory_model).peak_bytes > budget:
+        if simulate_plan(stages, result.nodes, memory_model).peak_bytes > budget:
             return None
-        found = plan_recompute_cost(chain, result.nodes, kind)
+        found = plan_recompute_cost(stages, result.nodes, kind)
         return found * (1 - (result.optimality_gap or 0.0)), found
 
-    flat = solved(cheapest_flat(chain, budget, kind, memory_model))
-    any_shape = solved(optimal(chain, budget, cost=kind, memory_model=memory_model))
+    flat = solved(cheapest_flat(stages, budget, kind, memory_model))
+    any_shape = solved(optimal(stages, budget, cost=kind, memory_model=memory_model))
     lower = cost if any_shape is None else min(any_shape[0], cost)
     checked = "not made"
     if cross_check is None:
         cross_check = importlib.util.find_spec("scipy") is not None and len(chain) <= CROSS_CHECK_BLOCKS
     if cross_check and flat is not None:
-        other = solved(ilp(chain, budget, cost=kind, memory_model=memory_model))
+        other = solved(ilp(stages, budget, cost=kind, memory_model=memory_model))
         checked = "agrees" if other is not None and _overlap(flat, other) else "disagrees"
     gap = (cost - lower) / cost if cost else 0.0
     return Certificate(
@@ -148,6 +153,7 @@ def certify(
         lower_bound=lower,
         gap=gap if gap > _SAME else 0.0,
         cross_check=checked,
+        with_options=any(block.selective for block in chain),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import enum
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -602,6 +603,9 @@ def _check_choices(config: RunConfig) -> None:
         raise config_error("resume", "", "empty; expected a run folder, a name, latest or auto", remedy="resume=latest")
     planner = config.planner
     check_choice("planner.name", planner.name, (*PLANNER_NAMES, *PLAN_SOURCES))
+    if planner.name == "ilp" and importlib.util.find_spec("scipy") is None:
+        problem = "planner=ilp needs scipy, which is not installed; dp and optimal need none"
+        raise config_error("planner", "ilp", problem, remedy="pip install -e '.[solvers]'")
     if planner.name == "compile" and config.cost == "flops":
         problem = "planner=compile goes by measured time: nobody counts the FLOPs of compiled code"
         raise config_error("cost", "flops", problem, remedy="planner=compile cost=time")

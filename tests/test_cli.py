@@ -72,7 +72,10 @@ TYPOS: list[tuple[list[str], list[str]]] = [
     (["runtime.threads=1000000"], ["runtime.threads=1000000", "out of range; expected 1 to", "4 for each"]),
     (["budget_frac=2"], ["budget_frac=2.0", "0 < f <= 1"]),
     (["budget_frac=0.5", "budget_bytes=6GiB"], ["budget_frac=0.5 and budget_bytes=6GiB", "two budgets"]),
-    (["planner=dpp"], ["planner=dpp", "did you mean: dp", "allowed: all, dp, file, greedy", "type: planner=dp"]),
+    (
+        ["planner=dpp"],
+        ["planner=dpp", "did you mean: dp", "allowed: all, compile, dp, file", "type: planner=dp"],
+    ),
     (["modle=gpt"], ["modle=gpt", "did you mean: model", "type: model=gpt"]),
     (["model=gtp"], ["model=gtp", "did you mean: gpt", "resnet"]),
     (["experiment=redme"], ["experiment=redme", "did you mean: readme"]),
@@ -203,7 +206,7 @@ def test_help_shows_commands_that_work_and_every_group(tmp_path: Path) -> None:
     for group in (
         "data: ",
         "model: ",
-        "planner: all, dp, file, greedy, ilp, none, optimal, text, uniform",
+        "planner: all, compile, dp, file, greedy, ilp, none, optimal, text, uniform",
         "experiment: ",
         "logger: ",
     ):

@@ -42,6 +42,7 @@ NEEDS = {
     ("data", "files"): ["data.paths=[notes.txt]"],
     ("data", "digits"): ["model=resnet"],
     ("data", "labelled_images"): ["model=resnet"],
+    ("model", "custom"): ["model._target_=torch.nn.Identity"],
 }
 
 AWKWARD = [
@@ -98,6 +99,16 @@ def test_every_config_file_is_short_and_says_what_it_is(path: Path) -> None:
     if path.name != "train.yaml" and "hydra" not in path.parts:
         assert 2 <= len(lines) <= 16
     assert any(line.lstrip().startswith("#") and "@package" not in line for line in lines)
+
+
+def test_a_planner_whose_solver_is_missing_is_refused_before_anything_is_built(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="planner=ilp needs scipy") as caught:
+        load_config(compose("planner=ilp"))
+    assert "pip install -e '.[solvers]'" in str(caught.value)
+    assert load_config(compose("planner=optimal")).planner.name == "optimal"
 
 
 def test_the_plain_run_is_dp_at_half_the_memory(compose: Compose) -> None:

@@ -240,6 +240,6 @@ def _scipy() -> ModuleType:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "planner 'ilp' needs scipy, which is not installed; type pip install -e '.[solvers]', or take planner "
-            "'dp', which proves the same without it"
+            "'dp' or 'optimal', which need none"
         ) from error
     return scipy

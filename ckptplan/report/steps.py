@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ckptplan.errors import CkptplanError
+from ckptplan.gaps import expanded, expanded_nodes
 from ckptplan.plan import Compiled, Keep, PlanNode, Selective, blocks_of
 from ckptplan.profiles import ChainProfile
 from ckptplan.report.records import RunRecords, some
@@ -25,16 +26,18 @@ REPORT_OF_ONE = "python -m ckptplan.report on a job's own folder shows it"
 
 
 def stage_names(profile: ChainProfile) -> tuple[str, ...]:
-    return (*([BEFORE] if profile.pre is not None else []), *profile.block_ids, AFTER)
+    """All stages of a forward in order, what runs between blocks among them."""
+    return (*([BEFORE] if profile.pre is not None else []), *expanded(profile).block_ids, AFTER)
 
 
 def timeline_of(profile: ChainProfile, nodes: Sequence[PlanNode]) -> list[Row]:
     """The most bytes alive in each stage of a step, in running order.
 
     ``start`` and ``end`` are places along the step: the stages' forwards count up, their backwards go on from there in
-    reverse; a segment is as wide as its blocks.
+    reverse; a segment is as wide as its blocks, and what runs between blocks is as wide as one.
     """
-    widths = [*([1] if profile.pre is not None else []), *(len(blocks_of((node,))) for node in nodes), 1]
+    of_stages = expanded_nodes(profile, nodes)
+    widths = [*([1] if profile.pre is not None else []), *(len(blocks_of((node,))) for node in of_stages), 1]
     places, start = [], 0
     for width in [*widths, *reversed(widths)]:
         places.append((start, start + width))

@@ -26,7 +26,7 @@ def print_records(records: Records, console: Console | None = None) -> None:
     console = console or Console()
     if records.is_sweep:
         console.print(_runs_table(records.runs, console))
-        console.print(Text(legend()), soft_wrap=True)
+        console.print(Text(legend()))
     for run in () if records.is_sweep else records.runs:
         print_run(run, console)
     for fault in records.faults:

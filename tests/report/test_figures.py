@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 
 from ckptplan.curve import CurvePoint, PlanCurve, plan_curve
 from ckptplan.plan import CheckpointPlan, parse_plan_text
+from ckptplan.profiles import RegionProfile, StageCost
 from ckptplan.report import figures as figures_module
 from ckptplan.report import steps
 from ckptplan.report.figures import RUN_FIGURES, Figures, make_figures, typical_run
 from ckptplan.report.records import read_records
-from ckptplan.report.steps import decisions_of, timeline_of
+from ckptplan.report.steps import decisions_of, stage_names, timeline_of
 from ckptplan.simulate import simulate_plan
 from tests.report_folders import MIB, STEP_MS, make_profile, write_run, write_sweep
 
@@ -91,6 +93,19 @@ def test_the_timeline_covers_the_step_and_is_that_of_the_simulator() -> None:
     cost = simulate_plan(profile, nodes)
     assert [row["level_bytes"] for row in rows] == [level for _, _, level in cost.timeline]
     assert max(row["level_bytes"] for row in rows) == cost.peak_bytes
+
+
+def test_what_the_model_runs_between_blocks_has_its_place_in_the_timeline() -> None:
+    plain = make_profile(4)
+    between = RegionProfile("between layers.0 and layers.1", StageCost(0, 5, 7, (True,), (False,)), (8,), (None,))
+    profile = replace(plain, blocks=tuple(replace(b, before=between if i == 1 else None) for i, b in enumerate(plain)))
+    nodes = CheckpointPlan.from_text("K0 R(1) R(2 3)", profile).nodes
+    rows = timeline_of(profile, nodes)
+    stages = ["before the blocks", "layers.0", between.name, "layers.1", "layers.2..layers.3", "head and loss"]
+    assert [row["stage"] for row in rows] == [*stages, *reversed(stages)]
+    assert [(row["start"], row["end"]) for row in rows[:6]] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 6), (6, 7)]
+    assert max(row["level_bytes"] for row in rows) == simulate_plan(profile, nodes).peak_bytes
+    assert set(stage_names(profile)) >= {row["stage"] for row in rows if ".." not in row["stage"]}
 
 
 def test_the_page_has_the_timeline_of_each_plan_once_and_that_without_a_plan(tmp_path: Path) -> None:
