@@ -11,7 +11,7 @@ import itertools
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +67,7 @@ class Arena:
         self.is_shared = shared
         self.slabs: list[Slab] = []
         self.images: list[tuple[int, int]] = []  # per file: number of its slab, offset in it
+        self._unwritten: set[int] = set()  # files in fresh memory, of which the system has given no page yet
         self._populating: threading.Thread | None = None
         self._copies_of: tuple[Sequence[FilePlan], Sequence[Span]] | None = None
         self._copies: list[list[list[_Copy]]] = []  # of the files of `_copies_of`: pieces of work of one or more copies
@@ -77,6 +78,8 @@ class Arena:
         sizes, images = _place(plans)
         if images != self.images:
             self.images, self._copies_of = images, None
+            if self._unwritten:  # an earlier filling failed
+                self._unwritten = set(range(len(plans)))
         for number, size in enumerate(sizes):
             if number < len(self.slabs) and self.slabs[number].size_bytes >= size:
                 continue
@@ -85,6 +88,7 @@ class Arena:
                 self.slabs[number].close()
             slab = _make_slab(size, shared=self.is_shared)
             self.slabs[number : number + 1] = [slab]
+            self._unwritten = set(range(len(plans)))
         for slab in self.slabs[len(sizes) :]:
             slab.close()
         del self.slabs[len(sizes) :]
@@ -96,16 +100,24 @@ class Arena:
         return sum(size for size, existing in zip(sizes, have, strict=False) if size > existing)
 
     def fill(
-        self, plans: Sequence[FilePlan], spans: Sequence[Span], threads: int, filled: Callable[[int], None]
+        self,
+        plans: Sequence[FilePlan],
+        spans: Sequence[Span],
+        files: Set[int],
+        threads: int,
+        filled: Callable[[int], None],
     ) -> None:
-        """Copies headers and spans; calls `filled(file)` as each file is complete. Returns when all are."""
+        """Copies headers and spans of these files; calls `filled(file)` as each is complete. Returns when all are."""
         self.wait_for_population()
-        if any(slab.mapping is None for slab in self.slabs):
-            self._fill_fresh(plans, spans, threads, filled)
+        if files & self._unwritten:
+            self._fill_fresh(plans, spans, files, threads, filled)
+            self._unwritten -= files
+            if self._unwritten:
+                return
             populating = threading.Thread(target=self._populate, daemon=True, name="ckptplan-state-populate")
             self._populating = populating if try_start(populating) else None  # else the next save faults the pages in
             return
-        self._fill_warm(plans, spans, threads, filled)
+        self._fill_warm(plans, spans, files, threads, filled)
 
     def image(self, file: int, plan: FilePlan) -> memoryview:
         """The bytes of one file, padded to whole pages."""
@@ -126,7 +138,12 @@ class Arena:
             self._populating = None
 
     def _fill_fresh(
-        self, plans: Sequence[FilePlan], spans: Sequence[Span], threads: int, filled: Callable[[int], None]
+        self,
+        plans: Sequence[FilePlan],
+        spans: Sequence[Span],
+        files: Set[int],
+        threads: int,
+        filled: Callable[[int], None],
     ) -> None:
         """By `pwrite`: fresh pages then need no zeroing and no fault, and no memory is an error instead of a signal."""
 
@@ -146,16 +163,22 @@ class Arena:
                 fill(file)
 
         if any(slab.descriptor < 0 for slab in self.slabs):
-            self._fill_warm(plans, spans, threads, filled)
+            self._fill_warm(plans, spans, files, threads, filled)
             return
         # One thread per slab: the system lets only one write into a memory file at a time.
         lanes: dict[int, list[int]] = {}
         for file, (slab, _) in enumerate(self.images):
-            lanes.setdefault(slab, []).append(file)
+            if file in files:
+                lanes.setdefault(slab, []).append(file)
         run_all(fill_lane, lanes.values(), threads)
 
     def _fill_warm(
-        self, plans: Sequence[FilePlan], spans: Sequence[Span], threads: int, filled: Callable[[int], None]
+        self,
+        plans: Sequence[FilePlan],
+        spans: Sequence[Span],
+        files: Set[int],
+        threads: int,
+        filled: Callable[[int], None],
     ) -> None:
         """By address, from one queue over all files; what has no address is copied here first, by the caller."""
         by_file = self._copies_for(plans, spans)
@@ -177,6 +200,8 @@ class Arena:
 
         waiting: list[tuple[int, list[_Copy]]] = []
         for file, plan in enumerate(plans):
+            if file not in files:
+                continue
             has_others = self._copy_others(file, plan, spans)
             waiting += [(file, piece) for piece in by_file[file]]
             if has_others:  # on a device as a rule: they take their time, so the file is handed over at once

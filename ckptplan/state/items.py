@@ -36,11 +36,14 @@ class ItemSpec:
             writes and reads its own). "auto" is global after comparing names, shapes, plain values and small tensors
             of all ranks; a difference fails the save and asks for a decision.
         layout: how it lies on disk.
+        requires_copy: the value is copied before ``save`` returns. False: it is copied while training goes on, and must
+            not be changed until the save is done (``future.result()``); a change before that can reach the checkpoint.
     """
 
     required: bool = True
     scope: str = "auto"
     layout: Layout | None = None
+    requires_copy: bool = True
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:

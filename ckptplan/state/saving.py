@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
 
 from ckptplan.errors import DuplicateCheckpointError, SaveFailedError, StateError, WriterDiedError
@@ -98,7 +98,8 @@ class Saver:
         """Takes the memory for such a snapshot."""
         arena = self._take_arena(storage, snapshot)
         if arena is not None:
-            arena.fill(snapshot.plans, snapshot.spans, num_threads(), lambda file: None)
+            files = snapshot.at_once | snapshot.later
+            arena.fill(snapshot.plans, snapshot.spans, files, num_threads(), lambda file: None)
             arena.wait_for_population()
             self._free.append(arena)
 
@@ -167,40 +168,75 @@ class Saver:
     def _hand_to_process(
         self, job: Job, snapshot: Snapshot, block: bytes, lock: int | None, arena: Arena, writer: WriterProcess
     ) -> None:
+        copied = threading.Event()
+
+        def free() -> None:
+            copied.wait()  # a writer that ended meanwhile is no reason to give memory away that is being filled
+            self._free.append(arena)
+
         def on_message(message: Json | None) -> None:
             if message is None:
                 if job.done.is_set():
                     job.has_cleaned([])  # the next save finishes the clean-up
                     return
-                self._free.append(arena)
+                free()
                 _end_without_writer(job, block, writer.pid)
             elif message["op"] == "progress":
                 job.future.add_written(message["bytes"])
             elif message["op"] == "failed":
                 writer.forget(job.number)
-                self._free.append(arena)
+                free()
                 job.fail(_from_writer(message))
             elif message["op"] == "done":
-                self._free.append(arena)
+                free()
                 job.succeed()
             elif message["op"] == "cleaned":
                 writer.forget(job.number)
                 job.has_cleaned(message["notes"])
 
+        def fill(files: Set[int]) -> None:
+            arena.fill(
+                snapshot.plans, snapshot.spans, files, num_threads(), lambda file: writer.filled(job.number, file)
+            )
+
+        def fill_the_rest() -> None:
+            try:
+                fill(snapshot.later)
+                writer.commit(job.number)
+            except ConnectionError:
+                copied.set()
+                writer.abandon(job.number)
+            except BaseException as error:
+                writer.abort(job.number, f"{type(error).__name__}: {error}")
+                self._free.append(arena)
+                job.fail(error)
+            finally:
+                copied.set()
+
         try:
             writer.begin(job.number, block, arena, lock, job.timeout_s, on_message)
-            threads = num_threads()
-            arena.fill(snapshot.plans, snapshot.spans, threads, lambda file: writer.filled(job.number, file))
+            fill(snapshot.at_once)
+            if snapshot.later and try_start(
+                threading.Thread(target=fill_the_rest, daemon=True, name="ckptplan-state-copy")
+            ):
+                return
+            fill(snapshot.later)
+            copied.set()
             writer.commit(job.number)
         except ConnectionError:
+            copied.set()
             writer.abandon(job.number)
         except BaseException as error:
+            copied.set()
             writer.abort(job.number, f"{type(error).__name__}: {error}")
             self._free.append(arena)
             raise
 
     def _hand_to_thread(self, job: Job, snapshot: Snapshot, block: bytes, arena: Arena) -> None:
-        arena.fill(snapshot.plans, snapshot.spans, num_threads(), lambda file: None)
+        def fill(files: Set[int]) -> None:
+            arena.fill(snapshot.plans, snapshot.spans, files, num_threads(), lambda file: None)
+
+        fill(snapshot.at_once)
         sizes = [[snapshot.spans[span].size_bytes for span in plan.spans] for plan in snapshot.plans]
         images = [arena.image(file, plan) for file, plan in enumerate(snapshot.plans)]
         offsets = [(len(plan.header), plan.offsets) for plan in snapshot.plans]
@@ -213,6 +249,12 @@ class Saver:
                     yield images[file][start : start + size]
 
         def write() -> None:
+            try:
+                fill(snapshot.later)
+            except BaseException as error:
+                self._free.append(arena)
+                job.fail(error)
+                return
             try:
                 self._stream(job, block, pieces, len(images), on_free=lambda: self._free.append(arena))
             finally:

@@ -71,6 +71,9 @@ class Snapshot:
     tensors: bytes
     items: bytes
     names: tuple[str, ...]  # of all items, also those that other ranks write
+    at_once: frozenset[int]  # numbers of the files to copy before `save` returns
+    later: frozenset[int]  # and of those whose values the caller leaves as they are until they are written
+    source: Encoded  # holds the values, whose memory spans know by address only
 
     @property
     def total_bytes(self) -> int:
@@ -99,7 +102,18 @@ class Snapshots:
             self._plan_files(views, spans, settings)
         items = {name: {"scope": scopes[name], "tree": trees[name]} for name in mine}
         encoded_items = json.dumps(items, separators=(",", ":")).encode()
-        return Snapshot(spans, self._plans, self._files, self._tensors, encoded_items, tuple(encoded.trees))
+        later = frozenset(file for file, plan in enumerate(self._plans) if not specs[plan.item].requires_copy)
+        return Snapshot(
+            spans,
+            self._plans,
+            self._files,
+            self._tensors,
+            encoded_items,
+            tuple(encoded.trees),
+            frozenset(range(len(self._plans))) - later,
+            later,
+            encoded,
+        )
 
     def _plan_files(self, views: list[View], spans: list[Span], settings: tuple[int, dict[str, int | None]]) -> None:
         geometry = [settings, *((span.item, span.name, span.format_dtype, span.format_shape) for span in spans)]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ckptplan.state import CheckpointManager
+from ckptplan.errors import SaveFailedError
+from ckptplan.state import CheckpointManager, ItemSpec
+from ckptplan.state.arena import Arena
 from ckptplan.state.storage import LocalStorage
 
 
@@ -110,3 +114,67 @@ def test_a_file_that_cannot_be_opened_is_one_fault_and_the_others_are_closed(
         monkeypatch.setattr(LocalStorage, "_open", refuse)
         assert states.verify("a") == ["b.0.safetensors: Permission denied"]
     assert {path.rpartition("/")[2] for path in opened} >= {"a.0.safetensors", "c.0.safetensors"}
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_an_item_that_needs_no_copy_is_copied_after_save_returns_and_the_others_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: bool
+) -> None:
+    items = {"frozen": ItemSpec(requires_copy=False), "model": ItemSpec()}
+    may_copy, plain_fill = threading.Event(), Arena.fill
+
+    def fill(self: Arena, plans: Any, spans: Any, files: Any, threads: int, filled: Any) -> None:
+        if {plans[file].item for file in files} == {"frozen"}:
+            assert may_copy.wait(20)
+        plain_fill(self, plans, spans, files, threads, filled)
+
+    with CheckpointManager(tmp_path, items=items) as states:
+        if not fresh:
+            states.save("before", {"frozen": torch.zeros(1000), "model": torch.zeros(1000)}).result()
+        monkeypatch.setattr(Arena, "fill", fill)
+        frozen, model = torch.full((1000,), 1.0), torch.full((1000,), 2.0)
+        future = states.save("s", {"frozen": frozen, "model": model})
+        model.fill_(-1)
+        frozen.fill_(3)  # against the rule, to see when it is copied
+        assert not future.done()
+        may_copy.set()
+        future.result()
+        loaded = states.load("s")
+        assert (loaded["model"] == 2).all()
+        assert (loaded["frozen"] == 3).all()
+        assert states.verify("s") == []
+
+
+@pytest.mark.parametrize("where", ["process", "thread"])
+def test_an_item_that_needs_no_copy_is_held_until_it_is_written(tmp_path: Path, where: str) -> None:
+    location = str(tmp_path) if where == "process" else f"file://{tmp_path}"
+    with CheckpointManager(location, default=ItemSpec(requires_copy=False)) as states:
+        for step in range(10):
+            states.save(f"s{step}", {"model": {"w": torch.full((200_000,), float(step))}, "step": step})
+            torch.full((200_000,), -1.0)  # would take the place of what was let go
+        states.wait()
+        for step in range(10):
+            loaded = states.load(f"s{step}")
+            assert (loaded["model"]["w"] == step).all()
+            assert loaded["step"] == step
+
+
+def test_a_copy_that_fails_after_save_returned_fails_that_save_and_the_next_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_fill = Arena.fill
+
+    def fill(self: Arena, plans: Any, spans: Any, files: Any, threads: int, filled: Any) -> None:
+        if files:
+            raise MemoryError("no pages")
+        plain_fill(self, plans, spans, files, threads, filled)
+
+    with CheckpointManager(tmp_path, default=ItemSpec(requires_copy=False)) as states:
+        with monkeypatch.context() as patch:
+            patch.setattr(Arena, "fill", fill)
+            future = states.save("a", {"w": torch.ones(10)})
+            with pytest.raises(SaveFailedError, match="no pages"):
+                future.result()
+        assert states.save("b", {"w": torch.ones(10)}).result().checkpoint_id == "b"
+        assert states.steps() == []
+        assert [info.checkpoint_id for info in states.list()] == ["b"]
