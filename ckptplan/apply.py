@@ -252,6 +252,9 @@ class _PlannedForward:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(type(self.module).forward.__get__(self.module))
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
 
 class _FirstForward(_PlannedForward):
     """Runs a whole node of the plan."""
@@ -260,7 +263,7 @@ class _FirstForward(_PlannedForward):
         self.module = patch._modules[blocks_of([node])[0]]
         self.patch, self.node, self.segment = patch, node, segment
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no types
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.segment.require_no_hooks([self.patch._modules[member] for member in blocks_of([self.node])])
         output = self.patch.run(self.node, _Arguments(args, kwargs))
@@ -274,7 +277,7 @@ class _LaterForward(_PlannedForward):
     def __init__(self, module: nn.Module, segment: _Segment, name: str) -> None:
         self.module, self.segment, self.name = module, segment, name
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no types
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.segment.hand_through(self.name, args, kwargs)
 
@@ -285,13 +288,13 @@ class _InTurn(_PlannedForward):
     def __init__(self, module: nn.Module, forwards: Sequence[_PlannedForward | None]) -> None:
         self.module, self.forwards, self.calls = module, tuple(forwards), 0
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no types
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         planned = self.forwards[self.calls] if self.calls < len(self.forwards) else None
         self.calls += 1
         if planned is None:
             return type(self.module).forward(self.module, *args, **kwargs)
-        return planned(*args, **kwargs)  # type: ignore[operator]
+        return planned(*args, **kwargs)
 
 
 class _NewForward(_PlannedForward):

@@ -129,8 +129,9 @@ def fit(
             undo.pop()()
         raise
     lines += summary_lines(profile, plan, equality, static, kind, time.perf_counter() - start_s)
-    for line in lines if say is not None else ():
-        say(f"ckptplan: {line}")  # type: ignore[misc]
+    if say is not None:
+        for line in lines:
+            say(f"ckptplan: {line}")
     return Fitted(plan, profile, equality, static, "\n".join(lines), undo)
 
 

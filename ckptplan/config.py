@@ -120,7 +120,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class LoggerConfig:
-    """``kind``: none, csv, tensorboard or wandb.
+    """``kind``: none, csv, tensorboard, trackio or wandb.
 
     ``mode`` (W&B): offline, auto (online where a key is found), online, disabled.
     """
@@ -593,7 +593,7 @@ def _check_choices(config: RunConfig) -> None:
         check_choice("runtime.device", config.runtime.device, ("auto", "cpu", "cuda"))
     check_choice("cost", config.cost, ("time", "flops"))
     check_choice("scheduler.kind", config.scheduler.kind, ("constant", "cosine", "linear"))
-    check_choice("logger.kind", config.logger.kind, ("none", "csv", "tensorboard", "wandb"))
+    check_choice("logger.kind", config.logger.kind, ("none", "csv", "tensorboard", "trackio", "wandb"))
     _check_sweep(config.sweep)
     check_choice("logger.mode", config.logger.mode, ("offline", "auto", "online", "disabled"))
     check_choice("state.mode", config.state.mode, ("auto", "async", "sync", "off"))

@@ -139,7 +139,7 @@ def run_job(
         logger.kind,  # type: ignore[arg-type]  # checked by load_config
         folder,
         project=logger.project,
-        mode=logger.mode,  # type: ignore[arg-type]
+        mode=logger.mode,  # type: ignore[arg-type]  # checked by load_config
         entity=logger.entity,
         tags=[*logger.tags, config.planner.name, short_name(config.model)],
         job_type="plan" if config.plan_only else "train",
@@ -545,7 +545,7 @@ class _Run:
         known = {field.name: getattr(certificate, field.name) for field in fields(CertificateRecord)}
         self.result.certificate = CertificateRecord(**known)
         log.info("certificate: %s", certificate.text)
-        curve = plan_curve(profile, cost=plan.cost_kind)  # type: ignore[arg-type]
+        curve = plan_curve(profile, cost=plan.cost_kind)  # type: ignore[arg-type]  # a plan is read strictly
         curve.save(self.folder / "curve.json")
         log.info("trade-off: %s", curve.text)
         return certificate
@@ -562,7 +562,7 @@ class _Run:
         kept = [(float(i), (d.retained_bytes or 0) / 2**20) for i, d in enumerate(plan.decisions)]
         self.tracker.curve("plan_strip", ("block", "MiB kept"), kept)
         if self.config.logger.kind != "none":
-            curve = plan_curve(profile, nested=False, cost=self.config.cost)  # type: ignore[arg-type]
+            curve = plan_curve(profile, nested=False, cost=self.config.cost)  # type: ignore[arg-type]  # checked by load_config
             points = [(point.peak_bytes / 2**20, float(point.cost)) for point in curve.points]
             self.tracker.curve("tradeoff", ("peak MiB", "added"), points)
 
@@ -621,7 +621,7 @@ class _Run:
         """The learning rate of each step; ``optimizer`` is as it was made, with the highest rate."""
         config, warmup = self.config, self.config.scheduler.warmup_steps
         return learning_rate_schedule(
-            config.scheduler.kind,  # type: ignore[arg-type]
+            config.scheduler.kind,  # type: ignore[arg-type]  # checked by load_config
             optimizer.param_groups[0]["lr"],
             config.steps,
             warmup_steps=config.steps // 10 if warmup is None else warmup,

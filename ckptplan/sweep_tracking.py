@@ -11,8 +11,8 @@ from typing import Any
 
 from ckptplan.config import LoggerConfig
 from ckptplan.jobs import Job
+from ckptplan.other_trackers import Points
 from ckptplan.sweep_table import table_row
-from ckptplan.tensorboard_tracker import Points
 from ckptplan.tracking import Tracker, open_tracker
 
 log = logging.getLogger(__name__)

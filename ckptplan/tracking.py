@@ -1,4 +1,4 @@
-"""Weights & Biases, TensorBoard, CSV files or nothing, behind one small protocol. No tracker ever stops a run.
+"""Weights & Biases, TensorBoard, trackio, CSV files or nothing, behind one small protocol. No tracker ever stops a run.
 
 ``metrics.jsonl`` and ``result.json`` are the record; a tracker is a view of them.
 """
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast, get_args
 from urllib.parse import urlparse
 
+from ckptplan.other_trackers import Cell, Points, TensorBoardTracker, TrackioTracker, tracked_names
 from ckptplan.record import METRIC_KEYS, flatten, load_metrics, write_atomic
-from ckptplan.tensorboard_tracker import Cell, Points, TensorBoardTracker, tracked_names
 
 log = logging.getLogger(__name__)
 
@@ -312,7 +312,7 @@ def host() -> str:
 
 
 def open_tracker(
-    kind: Literal["none", "csv", "tensorboard", "wandb"],
+    kind: Literal["none", "csv", "tensorboard", "trackio", "wandb"],
     folder: str | Path,
     *,
     project: str = "ckptplan",
@@ -323,13 +323,14 @@ def open_tracker(
 ) -> Tracker:
     """The tracker of ``logger=<kind>`` for the run in ``folder``, guarded: none of its methods raises.
 
-    The options are W&B's.
+    The options are W&B's; trackio has the project too.
     """
     options: dict[str, Any] = {"project": project, "mode": mode, "entity": entity, "tags": tags, "job_type": job_type}
     trackers: dict[str, Callable[[], Tracker]] = {
         "none": NoTracker,
         "csv": lambda: CsvTracker(folder),
         "tensorboard": lambda: TensorBoardTracker(folder),
+        "trackio": lambda: TrackioTracker(folder, project),
         "wandb": lambda: WandbTracker(folder, **options),
     }
     if kind not in trackers:

@@ -314,7 +314,7 @@ def _rest_of_epoch(data: TrainingData, start: Position) -> Iterator[Batch]:
     if skip == 0:
         return iter(data.epoch_batches(start.epoch, start=first))
     try:
-        return iter(data.epoch_batches(start.epoch, start=first, skip=skip))  # type: ignore[call-arg]
+        return iter(data.epoch_batches(start.epoch, start=first, skip=skip))  # type: ignore[call-arg]  # only some datasets have it
     except TypeError as error:
         raise ConfigError(
             f"{done} of {size}, and {type(data).__name__}.epoch_batches takes no skip=: {error}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig
@@ -20,6 +22,24 @@ Compose = Callable[..., DictConfig]
 def _fixed_seed() -> None:
     if "torch" in sys.modules:  # tests of the torch-free parts do not pay for the import
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture
+def start_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_logging: None) -> Path:
+    """An empty folder to start in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def quiet_logging() -> Iterator[None]:
+    """Hydra configures the root logger; it is put back."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    for handler in set(root.handlers) - set(handlers):
+        handler.close()
+    root.handlers[:], root.level = handlers, level
 
 
 @pytest.fixture

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,6 @@ from ckptplan.plan import CheckpointPlan
 
 REPOSITORY = Path(cli.__file__).resolve().parent.parent
 Call = dict[str, Any]
-
-
-@pytest.fixture
-def start_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder to start in; logging is put back afterwards (Hydra configures the root logger)."""
-    monkeypatch.chdir(tmp_path)
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield tmp_path
-    for handler in set(root.handlers) - set(handlers):
-        handler.close()
-    root.handlers[:], root.level = handlers, level
 
 
 @pytest.fixture

@@ -103,19 +103,6 @@ def start_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_logging:
     return tmp_path
 
 
-@pytest.fixture
-def quiet_logging() -> Iterator[None]:
-    """Hydra configures the root logger; it is put back."""
-    import logging
-
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    for handler in set(root.handlers) - set(handlers):
-        handler.close()
-    root.handlers[:], root.level = handlers, level
-
-
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: f"{c.page}: {c.program} {' '.join(c.arguments)}")
 def test_every_command_in_the_guides_composes_or_ends_as_the_page_says(
     start_folder: Path, command: Command, capfd: pytest.CaptureFixture[str]

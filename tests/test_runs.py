@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,6 @@ from ckptplan.runs import find_run, latest_folder, merge_typed, remember_typed, 
 
 AWKWARD = ["a=b, {c}", "#1", "it's (d) [e]", "@home 100%", "~/runs", "1e-3", "007", "null", "größe", 'say "hi"']
 Call = dict[str, Any]
-
-
-@pytest.fixture
-def start_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder to start in; logging is put back afterwards (Hydra configures the root logger)."""
-    monkeypatch.chdir(tmp_path)
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield tmp_path
-    for handler in set(root.handlers) - set(handlers):
-        handler.close()
-    root.handlers[:], root.level = handlers, level
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import wandb
 
+from ckptplan.other_trackers import tracked_names
 from ckptplan.record import RunResult
-from ckptplan.tensorboard_tracker import tracked_names
 from ckptplan.tracking import (
     CsvTracker,
     GuardedTracker,
@@ -343,7 +343,9 @@ def test_no_tracker_writes_nothing_and_an_unknown_one_is_refused(tmp_path: Path)
     with tracking(open_tracker("none", tmp_path), {}) as tracker:
         tracker.log(STEP)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match=r"logger\.kind='wand' is unknown; expected none, csv, tensorboard, wandb"):
+    with pytest.raises(
+        ValueError, match=r"logger\.kind='wand' is unknown; expected none, csv, tensorboard, trackio, wandb"
+    ):
         open_tracker("wand", tmp_path)  # type: ignore[arg-type]
 
 

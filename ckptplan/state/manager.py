@@ -280,10 +280,7 @@ class CheckpointManager:
         self._state = "closed"
         self._finalizer.detach()
         self._saver.let_go()
-        for place in self._places.values():
-            if place.lock is not None:
-                place.lock.release()
-                place.lock = None
+        _release(self._places)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -509,14 +506,16 @@ class CheckpointManager:
         self._state = "forked"
         self._finalizer.detach()
         self._saver.leave()
-        for place in self._places.values():
-            if place.lock is not None:
-                place.lock.release()
+        _release(self._places)
 
 
 def _let_go(saver: Saver, places: dict[str, _Place], timeout_s: float) -> None:
     """The writer finishes what it has been handed and ends; then the folders are free."""
     saver.close(timeout_s)
+    _release(places)
+
+
+def _release(places: dict[str, _Place]) -> None:
     for place in places.values():
         if place.lock is not None:
             place.lock.release()

@@ -1,12 +1,19 @@
-"""Event files read back with TensorBoard's own reader: exact figures, nothing for the unknown."""
+"""TensorBoard's files read back with its own reader, trackio's store as the database it is: exact figures."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckptplan.other_trackers import TRACKIO_NAME_FILE
 from ckptplan.record import RunResult
 from ckptplan.tracking import open_tracker, tracking
 
@@ -68,3 +75,46 @@ def test_without_tensorboard_there_is_one_warning_and_the_run_goes_on(
         tracker.log({"step": 1, "train/loss": 2.5})
     [message] = [record.getMessage() for record in caplog.records if record.name == "ckptplan.tracking"]
     assert "TensorBoardTracker could not start: import of torch.utils.tensorboard halted" in message
+
+
+def test_trackio_holds_the_figures_and_a_resumed_run_goes_on_in_its_own(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("trackio")
+    store = tmp_path / "store"
+    program = f"""
+from pathlib import Path
+from ckptplan.record import RunResult
+from ckptplan.tracking import open_tracker, tracking
+
+result = RunResult(status="ok", planner="dp")
+result.memory.measured_peak_bytes = 2**40 + 1
+for folder, steps in (("a", (1, 2)), ("b", (1,)), ("a", (3,))):  # equal jobs, and one that goes on
+    where = Path({str(tmp_path)!r}) / folder
+    where.mkdir(exist_ok=True)
+    with tracking(open_tracker("trackio", where, project="mine"), {{"seed": 3}}, "job", "sweep") as tracker:
+        for step in steps:
+            tracker.log({{"step": step, "epoch": 0, "train/loss": 0.1 / step, "lr": 0.1, "peak_bytes": None}})
+        tracker.table("plan", ("block", "why"), [("layers.0", "a"), ("layers.1", None)])
+        tracker.summary(result.to_dict())
+"""
+    environment = os.environ | {"TRACKIO_DIR": str(store), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    with contextlib.closing(sqlite3.connect(store / "mine.db")) as database:
+        rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+        configs = database.execute("SELECT run_name, config FROM configs").fetchall()
+    logged = [(name, step, json.loads(text)) for name, step, text in rows]
+    names = {(tmp_path / folder / TRACKIO_NAME_FILE).read_text().strip(): folder for folder in ("a", "b")}
+    losses = [(names[name], step, row["train/loss"]) for name, step, row in logged if "train/loss" in row]
+    assert losses == [("a", 1, 0.1), ("a", 2, 0.05), ("b", 1, 0.1), ("a", 3, 0.1 / 3)]
+    assert all("train/peak_bytes" not in row for _, _, row in logged)
+    peaks = [
+        row["result/memory/measured_peak_bytes"] for _, _, row in logged if "result/memory/measured_peak_bytes" in row
+    ]
+    assert peaks == [2**40 + 1] * 3
+    assert any(row.get("plan", {}).get("_value") == [
+        {"block": "layers.0", "why": "a"}, {"block": "layers.1", "why": None},
+    ] for _, _, row in logged)  # fmt: skip
+    assert {name for name, _ in configs} == set(names)
+    assert all(json.loads(config)["seed"] == 3 for _, config in configs)
