@@ -89,7 +89,6 @@ def test_an_online_run_goes_to_the_server_and_a_resumed_one_goes_on_there(tmp_pa
 
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style")  # wandb-workspaces' own
 def test_workspace_and_report_are_saved_with_every_panel(server: WandbServer, caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("wandb_workspaces")
     caplog.set_level(logging.INFO)
     addresses = push_dashboards(LoggerConfig(project="mine"))
     assert len(addresses) == 2

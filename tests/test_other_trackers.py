@@ -40,7 +40,6 @@ def read(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, st
 
 
 def test_figures_are_exact_and_the_unknown_has_none(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     result = RunResult(status="ok", planner="dp")
     result.memory.measured_peak_bytes, result.gradients.bitwise_equal = 2**40 + 1, True
     with tracking(open_tracker("tensorboard", tmp_path), {"seed": 3}, "job", "sweep") as tracker:
@@ -80,7 +79,6 @@ def test_without_tensorboard_there_is_one_warning_and_the_run_goes_on(
 def test_trackio_holds_the_figures_and_a_resumed_run_goes_on_in_its_own(
     tmp_path: Path,
 ) -> None:
-    pytest.importorskip("trackio")
     store = tmp_path / "store"
     program = f"""
 from pathlib import Path
