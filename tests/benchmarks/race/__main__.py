@@ -132,12 +132,13 @@ def _say(line: str) -> None:
 
 
 def _machine() -> dict[str, Any]:
-    packages = ("torch", "numpy", "scipy", "pulp", "pwlf", "matplotlib")
+    packages = ("numpy", "scipy", "pulp", "pwlf", "matplotlib")
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "system": platform.system(),
         "python": platform.python_version(),
+        "torch": torch.__version__,  # with its build: CPU or CUDA
         **{name: _version(name) for name in packages},
         "threads": 1,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
