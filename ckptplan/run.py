@@ -8,7 +8,6 @@ A run that goes on (``resume=``) takes its state in after the model, and leaves 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import logging
 import time
@@ -22,13 +21,11 @@ from rich.console import Console
 from torch import nn
 
 from ckptplan.apply import checkpointed
-from ckptplan.blocks import BlockSelection, model_fingerprint, select_blocks
+from ckptplan.blocks import BlockSelection, select_blocks
 from ckptplan.budget import PlannedRun, StaticBytes, plan_for_budget, static_bytes
 from ckptplan.certificate import Certificate, certify
-from ckptplan.check import check_plan
-from ckptplan.compiled_choices import COMPILED_BUDGETS
 from ckptplan.compiling import require_compiler
-from ckptplan.config import PlannerConfig, RunConfig, config_error, config_hash, config_yaml
+from ckptplan.config import RunConfig, config_error, config_hash, config_yaml
 from ckptplan.curve import plan_curve
 from ckptplan.data import Batch
 from ckptplan.data.spec import explain_mismatch
@@ -37,7 +34,6 @@ from ckptplan.dry_run import verify_plan
 from ckptplan.equality import RTOL_COMPILED, RTOL_FLOAT32, RTOL_HALF, mismatch_error
 from ckptplan.errors import (
     BlockDeclarationError,
-    CkptplanError,
     CompilerMissingError,
     ConfigError,
     DryRunError,
@@ -45,13 +41,9 @@ from ckptplan.errors import (
     PlanIncompatibleError,
     RunInterruptedError,
     StepMismatchError,
-    UnsupportedBoundaryError,
 )
-from ckptplan.measure import profile_model
 from ckptplan.optim import learning_rate_schedule
-from ckptplan.plan import CheckpointPlan, Compiled, PlanNode, parse_plan_text
-from ckptplan.planners import PLANNERS_THAT_COMPILE, PLANNERS_WITH_OPTIONS
-from ckptplan.profile_cache import SharedProfile, profile_key, shared_profile
+from ckptplan.plan import CheckpointPlan, Compiled
 from ckptplan.profiles import ChainProfile
 from ckptplan.proof import StepProof, is_out_of_memory, pair_of_model, prove_model
 from ckptplan.randomness import random_state_restored
@@ -61,7 +53,6 @@ from ckptplan.record import (
     ErrorRecord,
     LatencyRecord,
     PlanRecord,
-    ProfileRecord,
     RunRecorder,
     RunResult,
     TrainingRecord,
@@ -74,6 +65,7 @@ from ckptplan.report.page import try_write_report
 from ckptplan.report.records import is_job_of_sweep
 from ckptplan.report.tables import plan_table, result_table
 from ckptplan.resuming import RunStates, Stored, Trained, plan_made_for, restore_random, stored_form
+from ckptplan.run_profile import compiled_budgets, profile_blocks_of_run, stored_profile
 from ckptplan.run_records import (
     decision_word,
     gradients_record,
@@ -285,7 +277,7 @@ class _Run:
         self.is_started = True
         made_for = plan_made_for(self.config, batch, runtime.device_name)
         stored_plan = None if self.stored is None else self.stored.planned(made_for)
-        profile = self.stored_profile(stored_plan, selection)
+        profile = stored_profile(self.folder, stored_plan, selection, self.result)
         if profile is None:  # the figures of the stored plan are not those of another measurement
             stored_plan, profile = None, self.profile(model, selection, batch, runtime)
         planned = self.plan(profile, static, stored_plan)
@@ -322,7 +314,7 @@ class _Run:
         self.result.torch = torch.__version__
         self.result.environment["device"] = runtime.device_name
         log.info("runtime: %s; seed %d", runtime.explanation, self.config.seed)
-        if _compiled_budgets(self.config.planner):
+        if compiled_budgets(self.config.planner):
             try:
                 require_compiler(runtime.device)
             except CompilerMissingError as error:
@@ -391,102 +383,10 @@ class _Run:
 
     # --- measure, plan, prove ---
 
-    def stored_profile(self, planned: PlannedRun | None, selection: BlockSelection) -> ChainProfile | None:
-        """The profile that the stored plan was made from, if it still is one of these blocks."""
-        if planned is None or planned.plan.fingerprint != model_fingerprint(selection.blocks):
-            return None
-        try:
-            profile = ChainProfile.load(self.folder / "profile.json")
-            check_plan(profile, planned.plan)  # a part of the run that saved no state may have measured since
-        except (OSError, ValueError, RecursionError, CkptplanError) as error:  # damaged, or of another version
-            log.warning("the blocks are measured again and the plan is made anew: %s", error)
-            return None
-        if profile.fingerprint != planned.plan.fingerprint:
-            return None
-        self.result.profile = ProfileRecord("resumed", str(self.folder / "profile.json"), None)
-        log.info("profile and plan: those of before")
-        return profile
-
     def profile(self, model: nn.Module, selection: BlockSelection, batch: Batch, runtime: Runtime) -> ChainProfile:
-        start_s = time.perf_counter()
-        with_options = self.measures_options()
-        budgets = _compiled_budgets(self.config.planner)
-
-        def measure() -> ChainProfile:
-            log.info("profiling %d blocks ...", len(selection.blocks))
-            return profile_model(
-                model,
-                selection.blocks,
-                batch,
-                _loss_fn(runtime),
-                device=runtime.device,
-                num_warmup=self.config.profile.num_warmup,
-                num_trials=self.config.profile.num_trials,
-                selective=with_options,
-                compiled_budgets=budgets,
-                check_stop=self.stop.check,
-            )
-
-        try:
-            if self.config.profile.cache is None:
-                profile = measure()
-                self.result.profile = ProfileRecord("measured", None, time.perf_counter() - start_s)
-            else:
-                key = self.profile_key(model, batch, runtime, budgets)
-                shared = shared_profile(
-                    Path(self.config.profile.cache),
-                    key,
-                    measure,
-                    with_options=with_options,
-                    fingerprint=model_fingerprint(selection.blocks),
-                    check_stop=self.stop.check,
-                )
-                profile = self.take_shared(shared)
-        except (BlockDeclarationError, UnsupportedBoundaryError) as error:
-            raise ConfigError(f"{error}\n  see blocks.paths in docs/configuration.md") from error
-        profile.save(self.folder / "profile.json")
-        self.result.timing.profile_s = time.perf_counter() - start_s
-        kinds = len({block.kind for block in profile})
-        of_kinds = f"{kinds} kind" if kinds == 1 else f"{kinds} kinds"
-        how = "measured" if self.result.profile.source == "measured" else f"read from {self.result.profile.file}"
-        log.info("profile: %d blocks of %s %s in %.1f s", len(profile), of_kinds, how, self.result.timing.profile_s)
-        return profile
-
-    def profile_key(self, model: nn.Module, batch: Batch, runtime: Runtime, budgets: tuple[float, ...]) -> str:
-        config = self.config
-        settings: dict[str, Any] = {
-            "model": config.model,
-            "data": {key: value for key, value in config.data.items() if key != "seed"},
-            "blocks": config.blocks.paths,
-            "dtype": str(config.runtime.dtype),
-            "trials": [config.profile.num_warmup, config.profile.num_trials],
-        }
-        if budgets:
-            settings["compiled_budgets"] = list(budgets)
-        return profile_key(model, (batch.inputs, batch.targets), settings, runtime.device_name)
-
-    def take_shared(self, shared: SharedProfile) -> ChainProfile:
-        for note in shared.notes:
-            log.warning("%s", note)
-            self.result.notes.append(note)
-        source = "measured" if shared.is_new else "shared"
-        self.result.profile = ProfileRecord(
-            source, None if shared.path is None else str(shared.path), shared.measured_s
+        return profile_blocks_of_run(
+            self.config, self.result, self.folder, model, selection, batch, runtime, _loss_fn(runtime), self.stop.check
         )
-        return shared.profile
-
-    def measures_options(self) -> bool:
-        """Whether options inside blocks are found and measured: for planners that choose them, and plans that do."""
-        wants = _wants_options(self.config.planner)
-        if not (wants or self.config.profile.options):
-            return False
-        if importlib.util.find_spec("scipy") is None:
-            if wants:
-                self.result.notes.append(
-                    "options inside blocks were left out: finding them needs scipy (pip install -e '.[solvers]')"
-                )
-            return False
-        return True
 
     def plan(self, profile: ChainProfile, static: StaticBytes, stored: PlannedRun | None) -> PlannedRun:
         start_s = time.perf_counter()
@@ -717,30 +617,3 @@ class _Run:
 
 def _loss_fn(runtime: Runtime) -> LossFn:
     return lambda model, batch: loss_of(model, batch, runtime.autocast_dtype)
-
-
-def _wants_options(planner: PlannerConfig) -> bool:
-    """A plan that is given in text or in a file wants them where it keeps part of a block."""
-    if planner.text is not None:
-        return "S" in planner.text
-    if planner.path is not None:
-        try:
-            return CheckpointPlan.load(planner.path).selective > 0
-        except (OSError, CkptplanError):  # the planner tells what is wrong with it
-            return False
-    return planner.name in PLANNERS_WITH_OPTIONS
-
-
-def _compiled_budgets(planner: PlannerConfig) -> tuple[float, ...]:
-    """Budgets with which blocks are compiled: those that the planner chooses among, or that a given plan names."""
-    if planner.name in PLANNERS_THAT_COMPILE:
-        return COMPILED_BUDGETS
-    nodes: tuple[PlanNode, ...] = ()
-    try:
-        if planner.text is not None:
-            nodes = parse_plan_text(planner.text)
-        elif planner.path is not None:
-            nodes = CheckpointPlan.load(planner.path).nodes
-    except (OSError, ValueError, CkptplanError):  # the planner tells what is wrong with it
-        return ()
-    return tuple(sorted({node.budget for node in nodes if isinstance(node, Compiled)}))

@@ -31,7 +31,7 @@ profile_cache other_trackers tracking stopping training runs resuming jobs sweep
 dashboards sweeps
 report report.tables report.records report.steps report.figures report.vega report.tradeoff report.charts
 report.page report.export report.text report.__main__
-run_records run cli __main__
+run_records run_profile run cli __main__
 """.split()
 
 # What plans, checks and reports without a model at hand.

@@ -13,6 +13,7 @@ import torch
 from omegaconf import DictConfig
 
 from ckptplan import run as run_module
+from ckptplan import run_profile
 from ckptplan.config import load_config, resolve
 from ckptplan.data.text import stdlib_text
 from ckptplan.data.tokens import synthetic_tokens
@@ -48,7 +49,7 @@ def test_running_out_of_host_memory_has_no_message_and_is_told_all_the_same(
     def refuse(*_: Any, **__: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(run_module, stage, refuse)
+    monkeypatch.setattr(run_profile if stage == "profile_model" else run_module, stage, refuse)
     config = compose(*TINY)
     with caplog.at_level(logging.ERROR):
         code = run_module.run_job(load_config(config), resolved=resolve(config), folder=tmp_path, overrides=[])

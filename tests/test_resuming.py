@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import ckptplan.run as run_module
+import ckptplan.run_profile as run_profile
 from ckptplan import resuming
 from ckptplan.config import load_config, resolve
 from ckptplan.errors import ConfigError, SaveFailedError
@@ -194,7 +195,7 @@ class TestThePlan:
     def test_the_stored_one_is_used_and_nothing_is_measured_again(self, run: Run, monkeypatch) -> None:
         part = run("steps=6", stop_at=2)
         before = part.result["plan"]
-        monkeypatch.setattr(run_module, "profile_model", refuse("profile_model"))
+        monkeypatch.setattr(run_profile, "profile_model", refuse("profile_model"))
         monkeypatch.setattr(run_module, "plan_for_budget", refuse("plan_for_budget"))
         part = run("steps=6", resume=part.folder)
         assert part.result["plan"] == before
@@ -393,13 +394,13 @@ class TestSignals:
 
     @pytest.mark.parametrize("phase", ["profile_model", "prove_model"])
     def test_before_the_first_update_there_is_nothing_to_save(self, run: Run, monkeypatch, caplog, phase: str) -> None:
-        original = getattr(run_module, phase)
+        original = getattr(run_profile if phase == "profile_model" else run_module, phase)
 
         def interrupted(*arguments: Any, **options: Any) -> Any:
             os.kill(os.getpid(), signal.SIGTERM)
             return original(*arguments, **options)
 
-        monkeypatch.setattr(run_module, phase, interrupted)
+        monkeypatch.setattr(run_profile if phase == "profile_model" else run_module, phase, interrupted)
         caplog.set_level("INFO")
         part = run("steps=6")
         assert (part.code, part.result["state"]["path"]) == (143, None)

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import ckptplan.run as run_module
+import ckptplan.run_profile as run_profile
 from ckptplan.config import config_hash, load_config, resolve
 from ckptplan.curve import PlanCurve
 from ckptplan.errors import ConfigError, NonFiniteError
@@ -105,7 +106,7 @@ def test_a_plan_made_under_another_autocast_is_noted(run) -> None:
     ],
 )
 def test_what_the_optimizer_refuses_is_an_error_of_the_configuration(run, monkeypatch, change, message) -> None:
-    monkeypatch.setattr(run_module, "profile_model", lambda *_, **__: pytest.fail("profiled all the same"))
+    monkeypatch.setattr(run_profile, "profile_model", lambda *_, **__: pytest.fail("profiled all the same"))
     overrides = [f"optimizer.{key}={value}".replace(" ", "") for key, value in change.items()]
     with pytest.raises(ConfigError, match=rf"optimizer: torch\.optim\.\w+ refuses its arguments: {re.escape(message)}"):
         run("optimizer=adamw", *overrides)
@@ -314,7 +315,7 @@ class TestEnds:
         assert load_result(run.folder)["error"]["type"] == "ConfigError"
 
     def test_a_plan_of_other_blocks_is_refused_before_anything_is_measured(self, run, monkeypatch) -> None:
-        monkeypatch.setattr(run_module, "profile_model", lambda *_, **__: pytest.fail("profiled all the same"))
+        monkeypatch.setattr(run_profile, "profile_model", lambda *_, **__: pytest.fail("profiled all the same"))
         with pytest.raises(ConfigError, match=r"planner\.text=R\(7\): "):
             run("planner=text", "planner.text='R(7)'")
 
@@ -386,7 +387,7 @@ class TestSignals:
             os.kill(os.getpid(), number)
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(run_module, phase, interrupted)
+        monkeypatch.setattr(run_profile if phase == "profile_model" else run_module, phase, interrupted)
         handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
         found, result, _ = run("planner=dp", "steps=10000")
         assert (found, result["status"]) == (code, "interrupted")

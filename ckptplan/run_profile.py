@@ -1,0 +1,173 @@
+"""The stage of a run that finds out what its blocks cost: measured, shared with other runs, or from before."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ckptplan.blocks import BlockSelection, model_fingerprint
+from ckptplan.budget import PlannedRun
+from ckptplan.check import check_plan
+from ckptplan.compiled_choices import COMPILED_BUDGETS
+from ckptplan.config import PlannerConfig, RunConfig
+from ckptplan.data import Batch
+from ckptplan.errors import BlockDeclarationError, CkptplanError, ConfigError, UnsupportedBoundaryError
+from ckptplan.measure import profile_model
+from ckptplan.plan import CheckpointPlan, Compiled, PlanNode, parse_plan_text
+from ckptplan.planners import PLANNERS_THAT_COMPILE, PLANNERS_WITH_OPTIONS
+from ckptplan.profile_cache import SharedProfile, profile_key, shared_profile
+from ckptplan.profiles import ChainProfile
+from ckptplan.record import ProfileRecord, RunResult
+from ckptplan.runtime import Runtime
+from ckptplan.subject import LossFn
+
+log = logging.getLogger(__name__)
+
+
+def profile_blocks_of_run(
+    config: RunConfig,
+    result: RunResult,
+    folder: Path,
+    model: nn.Module,
+    selection: BlockSelection,
+    batch: Batch,
+    runtime: Runtime,
+    loss_fn: LossFn,
+    check_stop: Callable[[], None],
+) -> ChainProfile:
+    """What the blocks of the run cost, written to ``profile.json``; fills ``result.profile`` and its time.
+
+    Raises ``ConfigError`` where the blocks cannot be profiled.
+    """
+    start_s = time.perf_counter()
+    with_options = _measures_options(config, result)
+    budgets = compiled_budgets(config.planner)
+
+    def measure() -> ChainProfile:
+        log.info("profiling %d blocks ...", len(selection.blocks))
+        return profile_model(
+            model,
+            selection.blocks,
+            batch,
+            loss_fn,
+            device=runtime.device,
+            num_warmup=config.profile.num_warmup,
+            num_trials=config.profile.num_trials,
+            selective=with_options,
+            compiled_budgets=budgets,
+            check_stop=check_stop,
+        )
+
+    try:
+        if config.profile.cache is None:
+            profile = measure()
+            result.profile = ProfileRecord("measured", None, time.perf_counter() - start_s)
+        else:
+            shared = shared_profile(
+                Path(config.profile.cache),
+                _profile_key(config, model, batch, runtime, budgets),
+                measure,
+                with_options=with_options,
+                fingerprint=model_fingerprint(selection.blocks),
+                check_stop=check_stop,
+            )
+            profile = _take_shared(shared, result)
+    except (BlockDeclarationError, UnsupportedBoundaryError) as error:
+        raise ConfigError(f"{error}\n  see blocks.paths in docs/configuration.md") from error
+    profile.save(folder / "profile.json")
+    result.timing.profile_s = time.perf_counter() - start_s
+    kinds = len({block.kind for block in profile})
+    of_kinds = f"{kinds} kind" if kinds == 1 else f"{kinds} kinds"
+    how = "measured" if result.profile.source == "measured" else f"read from {result.profile.file}"
+    log.info("profile: %d blocks of %s %s in %.1f s", len(profile), of_kinds, how, result.timing.profile_s)
+    return profile
+
+
+def stored_profile(
+    folder: Path, planned: PlannedRun | None, selection: BlockSelection, result: RunResult
+) -> ChainProfile | None:
+    """The profile that the stored plan was made from, if it still is one of these blocks."""
+    if planned is None or planned.plan.fingerprint != model_fingerprint(selection.blocks):
+        return None
+    try:
+        profile = ChainProfile.load(folder / "profile.json")
+        check_plan(profile, planned.plan)  # a part of the run that saved no state may have measured since
+    except (OSError, ValueError, RecursionError, CkptplanError) as error:  # damaged, or of another version
+        log.warning("the blocks are measured again and the plan is made anew: %s", error)
+        return None
+    if profile.fingerprint != planned.plan.fingerprint:
+        return None
+    result.profile = ProfileRecord("resumed", str(folder / "profile.json"), None)
+    log.info("profile and plan: those of before")
+    return profile
+
+
+def _profile_key(
+    config: RunConfig, model: nn.Module, batch: Batch, runtime: Runtime, budgets: tuple[float, ...]
+) -> str:
+    settings: dict[str, Any] = {
+        "model": config.model,
+        "data": {key: value for key, value in config.data.items() if key != "seed"},
+        "blocks": config.blocks.paths,
+        "dtype": str(config.runtime.dtype),
+        "trials": [config.profile.num_warmup, config.profile.num_trials],
+    }
+    if budgets:
+        settings["compiled_budgets"] = list(budgets)
+    return profile_key(model, (batch.inputs, batch.targets), settings, runtime.device_name)
+
+
+def _take_shared(shared: SharedProfile, result: RunResult) -> ChainProfile:
+    for note in shared.notes:
+        log.warning("%s", note)
+        result.notes.append(note)
+    source = "measured" if shared.is_new else "shared"
+    result.profile = ProfileRecord(source, None if shared.path is None else str(shared.path), shared.measured_s)
+    return shared.profile
+
+
+def _measures_options(config: RunConfig, result: RunResult) -> bool:
+    """Whether options inside blocks are found and measured: for planners that choose them, and plans that do."""
+    wants = _wants_options(config.planner)
+    if not (wants or config.profile.options):
+        return False
+    if importlib.util.find_spec("scipy") is None:
+        if wants:
+            result.notes.append(
+                "options inside blocks were left out: finding them needs scipy (pip install -e '.[solvers]')"
+            )
+        return False
+    return True
+
+
+def _wants_options(planner: PlannerConfig) -> bool:
+    """A plan that is given in text or in a file wants them where it keeps part of a block."""
+    if planner.text is not None:
+        return "S" in planner.text
+    if planner.path is not None:
+        try:
+            return CheckpointPlan.load(planner.path).selective > 0
+        except (OSError, CkptplanError):  # the planner tells what is wrong with it
+            return False
+    return planner.name in PLANNERS_WITH_OPTIONS
+
+
+def compiled_budgets(planner: PlannerConfig) -> tuple[float, ...]:
+    """Budgets with which blocks are compiled: those that the planner chooses among, or that a given plan names."""
+    if planner.name in PLANNERS_THAT_COMPILE:
+        return COMPILED_BUDGETS
+    nodes: tuple[PlanNode, ...] = ()
+    try:
+        if planner.text is not None:
+            nodes = parse_plan_text(planner.text)
+        elif planner.path is not None:
+            nodes = CheckpointPlan.load(planner.path).nodes
+    except (OSError, ValueError, CkptplanError):  # the planner tells what is wrong with it
+        return ()
+    return tuple(sorted({node.budget for node in nodes if isinstance(node, Compiled)}))
