@@ -528,7 +528,10 @@ def require_schema(data: dict[str, Any], expected: str, source: str) -> None:
     """Takes the key ``schema`` off ``data``; raises ``UnsupportedPlanVersionError`` unless it is ``expected``."""
     found = data.pop("schema", None)
     if found != expected:
-        raise UnsupportedPlanVersionError(f"{source}: schema is {found!r}; this version reads {expected!r}")
+        raise UnsupportedPlanVersionError(
+            f"{source}: schema is {found!r}; this version reads {expected!r}; "
+            "make it again with this version, or install the one that wrote it"
+        )
 
 
 def decode_dataclass(cls: type[_D], data: Any, where: str) -> _D:

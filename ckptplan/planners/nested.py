@@ -303,7 +303,7 @@ def _solved_whole(chain: OptionChain, limit: int) -> tuple[Stretches, Stairs]:
             break
     if solved is None:
         raise PlannerScaleError(
-            f"the trade-off of {len(chain)} blocks is beyond what can be solved; plan_checkpoints answers one budget"
+            f"the trade-off of {len(chain)} blocks is beyond what can be solved; ask for one budget (plan_checkpoints)"
         )
     return solved
 

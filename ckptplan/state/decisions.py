@@ -12,7 +12,7 @@ import torch
 
 from ckptplan.errors import DuplicateCheckpointError
 from ckptplan.state.folder import CheckpointInfo, Folder, Retention
-from ckptplan.state.ids import ATTEMPT_PREFIX, step_of
+from ckptplan.state.ids import ATTEMPT_PREFIX, TAKEN, step_of
 from ckptplan.state.manifest import FORMAT, VERSION
 from ckptplan.state.saving import Job
 from ckptplan.state.snapshot import Snapshot
@@ -35,7 +35,7 @@ def decide(
     kept = [info for info in infos if info not in newer]
     taken = {info.checkpoint_id for info in (*kept, *unfinished)}
     if name in taken or (folder.exists(name) and name not in {info.checkpoint_id for info in newer}):
-        raise DuplicateCheckpointError(f"checkpoint {name!r} exists already and is left as it is")
+        raise DuplicateCheckpointError(f"checkpoint {name!r} {TAKEN}")
     sequence = 1 + max((info.sequence or 0 for info in (*infos, *unfinished)), default=0)
     attempt = f"{ATTEMPT_PREFIX}{name}-{os.urandom(8).hex()}"
     head = {

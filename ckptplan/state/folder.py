@@ -111,7 +111,7 @@ def _manifest_bytes(storage: Storage, folder: str) -> bytes:
     try:
         size = storage.size_bytes(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointNotFoundError(f"there is no checkpoint {folder!r}") from None
+        raise not_found(storage, folder) from None
     if size > MOST_MANIFEST_BYTES:
         fault = f"manifest.json has {size} bytes; at most {MOST_MANIFEST_BYTES} are read"
         raise DamagedCheckpointError(f"checkpoint {folder!r} is damaged", [fault], checkpoint_id=folder)
@@ -120,6 +120,14 @@ def _manifest_bytes(storage: Storage, folder: str) -> bytes:
     except OSError as error:  # such as a folder that is a link
         fault = f"manifest.json cannot be read: {error}"
         raise DamagedCheckpointError(f"checkpoint {folder!r} is damaged", [fault], checkpoint_id=folder) from error
+
+
+def not_found(storage: Storage, checkpoint_id: str) -> CheckpointNotFoundError:
+    """The error for an id that names no checkpoint, with the newest of those that are there."""
+    there = [info.checkpoint_id for info in Folder(storage).infos()]
+    newest = f"; there are: {', '.join(there[-5:])}" if there else "; there is none at this location"
+    more = f" and {len(there) - 5} older ones" if len(there) > 5 else ""
+    return CheckpointNotFoundError(f"there is no checkpoint {checkpoint_id!r}{newest}{more}")
 
 
 class Folder:

@@ -9,6 +9,7 @@ SUPERSEDED = "superseded"
 ATTEMPT_PREFIX = ".attempt-"
 TRASH_PREFIX = ".trash-"
 LOCK = ".lock"
+TAKEN = "exists already and is left as it is; save under another id, or delete it first"  # what is said of an id
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+@-]{0,127}")
 _FILE = re.compile(r"(?:data-[0-9a-f]{1,32}/)?[A-Za-z0-9_][A-Za-z0-9_.=+@-]{0,199}")

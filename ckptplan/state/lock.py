@@ -29,7 +29,11 @@ class FolderLock:
     @classmethod
     def take(cls, location: Path, timeout_s: float) -> FolderLock:
         """Takes the lock; waits for the writer of a trainer that is gone, and says so. Raises FolderInUseError."""
-        location.mkdir(parents=True, exist_ok=True)
+        try:
+            location.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            told = "is a file, and a folder is expected for checkpoints; give another location"
+            raise NotADirectoryError(errno.ENOTDIR, told, str(location)) from None
         descriptor = os.open(location / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             _wait_for(descriptor, location, timeout_s)

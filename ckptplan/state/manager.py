@@ -32,7 +32,7 @@ from ckptplan.state.config import ManagerConfig, open_location
 from ckptplan.state.coordinator import Coordinator, current_coordinator
 from ckptplan.state.decisions import decide, info_of
 from ckptplan.state.files import CHUNK_BYTES
-from ckptplan.state.folder import CheckpointInfo, Folder, best_of, read_manifest
+from ckptplan.state.folder import CheckpointInfo, Folder, best_of, not_found, read_manifest
 from ckptplan.state.future import Future
 from ckptplan.state.ids import check_id
 from ckptplan.state.items import ItemSpec, resolve_specs
@@ -241,7 +241,7 @@ class CheckpointManager:
         if problem is not None:
             raise problem
         if not place.folder.exists(name):
-            raise CheckpointNotFoundError(f"there is no checkpoint {name!r}")
+            raise not_found(place.storage, name)
         self._lock(place)
         delete_checkpoint(place.storage, name)
 
@@ -307,7 +307,7 @@ class CheckpointManager:
         if self._state == "forked":
             raise StateError("this manager belongs to the process that was forked; make one in this process")
         if self._state == "closed":
-            raise StateError("this manager is closed")
+            raise StateError("this manager is closed; make a new CheckpointManager of the same location")
 
     def _coordinator(self) -> Coordinator:
         return self.config.coordinator or current_coordinator()
@@ -537,7 +537,7 @@ def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
 
 
 def _damaged(name: str, faults: list[str], next_good: str | None) -> DamagedCheckpointError:
-    advice = f"the next older good one is {next_good!r}" if next_good else "no older good one was found"
+    advice = f"the next older good one is {next_good!r}: load that" if next_good else "no older good one was found"
     message = f"checkpoint {name!r} is damaged; nothing has been changed; {advice}"
     return DamagedCheckpointError(message, faults, checkpoint_id=name, next_good=next_good)
 

@@ -153,7 +153,8 @@ def _document(
     if document.get("version") != VERSION:
         found = document.get("version")
         message = (
-            f"checkpoint {checkpoint_id!r} has format version {found!r:.20}; this ckptplan reads version {VERSION}"
+            f"checkpoint {checkpoint_id!r} has format version {found!r:.20}; this ckptplan reads version {VERSION}; "
+            "load it with the version that saved it"
         )
         raise UnsupportedStateVersionError(message)
     return document

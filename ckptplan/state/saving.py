@@ -17,6 +17,7 @@ from ckptplan.errors import DuplicateCheckpointError, SaveFailedError, StateErro
 from ckptplan.state.arena import Arena, memory_of
 from ckptplan.state.folder import CheckpointInfo
 from ckptplan.state.future import Future
+from ckptplan.state.ids import TAKEN
 from ckptplan.state.memory import available_bytes
 from ckptplan.state.parallel import try_start
 from ckptplan.state.reading import num_threads
@@ -296,7 +297,7 @@ def _end_without_writer(job: Job, block: bytes, pid: int) -> None:
         job.succeed()
         job.has_cleaned([])  # the next save finishes the clean-up
         return
-    reason = f"the writer process (pid {pid}) ended before everything was written"
+    reason = f"the writer process (pid {pid}) ended before everything was written (killed? out of memory?); save again"
     attempt.drop(reason)
     job.fail(WriterDiedError(reason))
 
@@ -323,7 +324,7 @@ def as_save_failure(error: Exception, checkpoint_id: str) -> Exception:
     if isinstance(error, StateError):
         return error
     if isinstance(error, Duplicate):
-        return DuplicateCheckpointError(f"checkpoint {checkpoint_id!r} exists already and is left as it is")
+        return DuplicateCheckpointError(f"checkpoint {checkpoint_id!r} {TAKEN}")
     reason = f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
     number = error.errno if isinstance(error, OSError) else None
     name = str(error.filename) if isinstance(error, OSError) and error.filename else None
