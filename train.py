@@ -1,6 +1,11 @@
 """Measure, plan, train and prove: `python train.py planner=dp budget_frac=0.5` (see ckptplan/cli.py)."""
 
-from ckptplan.cli import train_main
+import sys
 
 if __name__ == "__main__":
-    train_main()
+    try:
+        from ckptplan.cli import train_main
+
+        train_main()
+    except KeyboardInterrupt:  # while Python is still importing; from then on train_main takes care of it
+        sys.exit(130)

@@ -34,11 +34,17 @@ from ckptplan.config import (
 from ckptplan.console import DISK_FULL, lasting_output
 from ckptplan.errors import CkptplanError, ConfigError
 from ckptplan.jobs import EXIT_BAD_CONFIG, end_with_launcher
-from ckptplan.runs import AUTO, find_run, find_same, merge_typed, typed_value, without
+from ckptplan.runs import AUTO, find_run, find_same, overrides_to_resume, typed_value, without
 from ckptplan.sweeps import SweepTerminated, newest_sweep
 
 CONFIG_NAME = "train"
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+_FOLDER_KEYS = {  # with an example of each
+    "output_dir": "outputs",
+    "hydra.run.dir": "outputs/mine",
+    "hydra.sweep.dir": "outputs/mine",
+    "hydra.sweep.subdir": "'${hydra.job.num}'",
+}
 FINE_IN_A_SWEEP = (0, 3, 4, 5)  # exit codes that are an answer: ok, infeasible, over_budget, oom
 
 log = logging.getLogger(__name__)
@@ -204,6 +210,8 @@ def _run_hydra(arguments: list[str]) -> int:
     if start_folder not in sys.path:
         sys.path.append(start_folder)  # a model of the user's own lies where they start
     exit_codes: list[int] = []
+    if is_run:
+        _check_folders_are_named(options.overrides)
 
     def job(config: DictConfig) -> None:
         exit_codes.append(_job(config))
@@ -405,8 +413,12 @@ def _with_resumed_run(arguments: list[str], options: Namespace) -> list[str]:
         overrides = typed
     else:
         found = find_run(wanted, output_dir)
-        overrides = merge_typed(found.typed(), without(("resume",), typed))
-        overrides.append(f"resume={hydra_text(found.path)}")
+
+        def resolved_for(overrides: Sequence[str]) -> dict[str, Any]:
+            with _composed(options, overrides) as config:
+                return resolve(config)
+
+        overrides = overrides_to_resume(found, without(("resume",), typed), resolved_for)
     if found is None:
         return arguments
     overrides = without(("hydra.run.dir", "hydra.output_subdir"), overrides)
@@ -427,6 +439,14 @@ def _check_data_fits(config: DictConfig) -> None:
     message = explain_missing_data_keys(str(choices.get("model")), model, str(choices.get("data")), data)
     if message:
         raise ConfigError(message)
+
+
+def _check_folders_are_named(overrides: Sequence[str]) -> None:
+    """``output_dir=`` would be the root of the disk, ``hydra.run.dir=`` the folder in which the command is typed."""
+    for override in overrides:
+        key, equals, value = override.lstrip("+").partition("=")
+        if key in _FOLDER_KEYS and equals and not value.strip(" \"'"):
+            raise config_error(key, "", "empty; expected a folder", remedy=f"{key}={_FOLDER_KEYS[key]}, or without it")
 
 
 def _check_folder_is_free(overrides: Sequence[str]) -> None:

@@ -589,6 +589,8 @@ def _check_ranges(config: RunConfig) -> None:
 
 
 def _check_choices(config: RunConfig) -> None:
+    if not config.output_dir.strip():
+        raise config_error("output_dir", config.output_dir, "empty; expected a folder", remedy="output_dir=outputs")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.runtime.device):
         check_choice("runtime.device", config.runtime.device, ("auto", "cpu", "cuda"))
     check_choice("cost", config.cost, ("time", "flops"))

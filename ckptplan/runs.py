@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,15 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ckptplan.config import BUDGET_KEYS, config_error, config_hash, nearest, shell_override
+from ckptplan.config import (
+    BUDGET_KEYS,
+    UNHASHED_KEYS,
+    config_error,
+    config_hash,
+    hydra_text,
+    nearest,
+    shell_override,
+)
 from ckptplan.record import flatten, write_atomic
 
 log = logging.getLogger(__name__)
@@ -29,7 +37,7 @@ LATEST = "latest"
 _DEEPEST = (
     5  # folders between output_dir and a run: train/<date>/<time>, or multirun/<date>/<time>/<job>, or a user's own
 )
-_LISTED = 8  # runs that a message names
+_LISTED = 8  # runs, or changes, that a message names
 
 
 @dataclass(frozen=True)
@@ -45,12 +53,12 @@ class FoundRun:
         folder = self.folder
         return str(folder if self.checkpoint_id is None else folder / STATE_FOLDER / self.checkpoint_id)
 
-    def typed(self) -> list[str]:
-        """The overrides that the run was made with, as typed."""
+    def typed(self) -> list[str] | None:
+        """The overrides that the run was made with, as typed; None where the file that tells is gone."""
         try:
             found = yaml.safe_load((self.folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
         except FileNotFoundError:
-            return []
+            return None
         except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
             raise config_error("resume", self.path, f"its .hydra/overrides.yaml cannot be read: {error}") from error
         if not isinstance(found or [], list):
@@ -105,6 +113,11 @@ def find_run(wanted: str, output_dir: Path) -> FoundRun:
     if (folder / "multirun.yaml").is_file():
         remedy = f"the sweep's command with {shell_override('sweep.resume', str(folder))}, or resume=<one of its jobs>"
         raise config_error("resume", wanted, "the folder of a sweep, not of a run", remedy=remedy)
+    newest = next(resumable(output_dir), None) if wanted == LATEST else None
+    if newest is not None:
+        what = "holds no state" if (folder / "config.yaml").is_file() else "is no run"
+        log.warning("resume=latest: %s %s; going on with the newest run that holds one, %s", folder, what, newest)
+        return FoundRun(newest)
     if (folder / "config.yaml").is_file():
         raise config_error("resume", wanted, f"the run {folder} holds no state", remedy=_remedy(output_dir))
     named = [run for run in runs_below(output_dir) if _name_of(run) == wanted]
@@ -189,6 +202,40 @@ def merge_typed(earlier: Iterable[str], now: Sequence[str]) -> list[str]:
         and not key.startswith(("hydra.", "hydra/"))
     ]
     return [*kept, *now]
+
+
+def overrides_to_resume(
+    found: FoundRun, now: Sequence[str], resolved_for: Callable[[list[str]], Mapping[str, Any]]
+) -> list[str]:
+    """The overrides with which ``found`` goes on under those that are typed ``now``, ``resume=`` among them.
+
+    ``resolved_for`` gives the resolved configuration of overrides. Raises ``ConfigError`` where it is not known any
+    more what was typed for the run, and ``now`` alone would make another run of it.
+    """
+    earlier = found.typed()
+    if earlier is None:
+        _require_same(found, resolved_for(list(now)), now)
+    return [*merge_typed(earlier or (), now), f"resume={hydra_text(found.path)}"]
+
+
+def _require_same(found: FoundRun, resolved: Mapping[str, Any], now: Iterable[str]) -> None:
+    typed = tuple(_key(text).replace("/", ".") for text in now)
+    stored = _stored(found.folder)
+    changed = [
+        line
+        for line in (describe_changes(stored, resolved) if stored else [])
+        if (key := line.partition(":")[0]).partition(".")[0] not in UNHASHED_KEYS
+        and not any(key == name or key.startswith(f"{name}.") for name in typed)
+    ]
+    if changed:
+        changed.sort(key=lambda line: "._target_:" not in line)  # another model or data set explains the rest
+        more = f"; and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
+        problem = (
+            "its .hydra/overrides.yaml is gone, so what was typed for it is not known, and this command differs from "
+            f"the run in what is not typed: {'; '.join(changed[:_LISTED])}{more}"
+        )
+        remedy = f"{shell_override('resume', found.path)} and beside it what was typed for the run"
+        raise config_error("resume", found.path, problem, remedy=remedy)
 
 
 def describe_changes(then: Mapping[str, Any], now: Mapping[str, Any], sections: Iterable[str] = ()) -> list[str]:

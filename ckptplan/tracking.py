@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, Protocol, cast
 from urllib.parse import urlparse
 
 from ckptplan.other_trackers import Cell, Points, TensorBoardTracker, TrackioTracker, tracked_names
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 WandbMode = Literal["offline", "auto", "online", "disabled"]
 
+# What WANDB_MODE may say, and which of our modes that is: the last two are W&B's older words.
+_MODES_OF_WANDB = {name: name for name in ("online", "offline", "disabled")} | {"dryrun": "offline", "run": "online"}
 
 RUN_ID_FILE = Path("wandb", "run_id.txt")
 MOST_TAG_LENGTH = 64  # W&B refuses longer ones
@@ -216,11 +218,15 @@ class WandbTracker:
         for name, value in {**staging, "WANDB_ERROR_REPORTING": "false"}.items():
             self._environment[name] = os.environ.get(name)
             os.environ.setdefault(name, value)
+        if os.environ.get("WANDB_MODE", "online") not in _MODES_OF_WANDB:  # W&B refuses it, whatever mode it is given
+            self._environment["WANDB_MODE"] = os.environ.pop("WANDB_MODE")
 
     def _restore_environment(self) -> None:
         for name, value in self._environment.items():
             if value is None:
                 os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
         self._environment.clear()
 
 
@@ -291,7 +297,10 @@ def resolve_mode(mode: WandbMode) -> str:
     is_known = has_key()
     if mode == "auto":
         wanted = os.environ.get("WANDB_MODE", "")
-        mode = cast(WandbMode, wanted) if wanted in get_args(WandbMode) else "online" if is_known else "offline"
+        if wanted and wanted not in _MODES_OF_WANDB:
+            told = ", ".join(_MODES_OF_WANDB)
+            log.warning("WANDB_MODE=%r is unknown (expected %s): it is taken as not set", wanted, told)
+        mode = cast(WandbMode, _MODES_OF_WANDB.get(wanted, "online" if is_known else "offline"))
     if mode == "online" and not is_known:
         log.warning("W&B has no key for %s: this run is recorded offline. To store one: wandb login", host())
         return "offline"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import runpy
 import subprocess
 import sys
 import threading
@@ -382,12 +383,24 @@ def test_a_model_of_the_users_own_is_found_where_they_start(start_folder: Path, 
     assert runs[0]["config"].model == {"_target_": "my_net_of_this_test.Net", "size": 3}
 
 
-def test_the_scripts_at_the_root_are_these_entry_points() -> None:
-    import sweep
-    import train
+def test_the_scripts_at_the_root_are_these_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    for script, name in (("train.py", "train_main"), ("sweep.py", "sweep_main")):
+        monkeypatch.setattr(cli, name, lambda name=name: called.append(name))
+        runpy.run_path(str(REPOSITORY / script), run_name="__main__")
+    assert called == ["train_main", "sweep_main"]
 
-    assert train.train_main is cli.train_main
-    assert sweep.sweep_main is cli.sweep_main
+
+@pytest.mark.parametrize("script", ["train.py", "sweep.py"])
+def test_ctrl_c_while_python_still_imports_is_a_quiet_end(tmp_path: Path, script: str) -> None:
+    (tmp_path / "hydra.py").write_text("")  # no run can begin
+    (tmp_path / "omegaconf.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, str(REPOSITORY / script)], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,52 @@ def test_latest_without_any_run_and_as_a_text_file(
     assert find_run("latest", Path("outputs")).folder == folder
 
 
+def test_latest_is_the_newest_run_that_holds_a_state_and_tells_which_it_passes_over(
+    start_folder: Path, make_run: Callable[..., Path], caplog: Any
+) -> None:
+    """A run that only planned, or ended before its first state, is the newest; so is what is left of a deleted one."""
+    make_run(start_folder / "outputs" / "train" / "older")
+    held = make_run(start_folder / "outputs" / "train" / "held", "steps=7")
+    bare = make_run(start_folder / "outputs" / "train" / "bare", "steps=8", holds_state=False)
+    link = start_folder / "outputs" / "latest"
+    for target, told in ((bare, f"{bare} holds no state"), (start_folder / "outputs" / "gone", "gone is no run")):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target, target_is_directory=True)
+        caplog.clear()
+        assert find_run("latest", Path("outputs")).folder == held
+        assert told in caplog.text
+        assert f"the newest run that holds one, {held}" in caplog.text
+
+
+@pytest.mark.parametrize("more", [[], ["-m"]])
+def test_a_run_whose_overrides_are_gone_goes_on_under_the_same_command_only(
+    start_folder: Path, calls: list[Call], make_run: Callable[..., Path], capsys: Any, more: list[str]
+) -> None:
+    run = make_run(start_folder / "here", "model=vit", "model.layers=2", "steps=7")
+    (run / ".hydra" / "overrides.yaml").unlink()
+    assert cli.main([*more, "resume=here"]) == 2
+    told = capsys.readouterr().err
+    assert "its .hydra/overrides.yaml is gone" in told
+    assert "model._target_: ckptplan.models.vit.ViT -> ckptplan.models.gpt.GPT" in told
+    assert f"type: 'resume=\"{run}\"' and beside it what was typed for the run" in told
+    assert calls == []
+    assert cli.main([*more, "resume=here", "model=vit", "model.layers=2", "steps=9", "log_every=1"]) == 0
+    assert (calls[0]["folder"], "steps=9" in calls[0]["overrides"]) == (run, True)
+
+
+@pytest.mark.parametrize("key", ["output_dir", "hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"])
+@pytest.mark.parametrize("empty", ["", "''", '" "'])
+@pytest.mark.parametrize("more", [[], ["-m"]])
+def test_an_empty_folder_name_is_refused(
+    start_folder: Path, calls: list[Call], capsys: Any, key: str, empty: str, more: list[str]
+) -> None:
+    """``output_dir=`` used to be the root of the disk, ``hydra.run.dir=`` and ``hydra.sweep.dir=`` the start folder."""
+    assert cli.main([*more, f"{key}={empty}"]) == 2
+    told = capsys.readouterr().err
+    assert f"{key}=: empty; expected a folder\n  type: {key}=" in told
+    assert (calls, list(start_folder.iterdir())) == ([], [])
+
+
 def test_a_state_is_named_by_its_folder(start_folder: Path, make_run: Callable[..., Path]) -> None:
     folder = make_run(start_folder / "run")
     found = find_run("run/state/step-5", Path("outputs"))

@@ -243,8 +243,22 @@ def test_auto_is_what_the_environment_says_else_online_with_a_key(monkeypatch: p
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     assert resolve_mode("auto") == "online"
     assert resolve_mode("offline") == "offline"
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert resolve_mode("auto") == "offline"
+    for said, mode in (("offline", "offline"), ("dryrun", "offline"), ("run", "online"), ("disabled", "disabled")):
+        monkeypatch.setenv("WANDB_MODE", said)
+        assert resolve_mode("auto") == mode
+
+
+@pytest.mark.parametrize("mode", ["auto", "offline"])
+def test_what_wandb_does_not_know_in_the_environment_is_told_and_taken_as_not_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: Any
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "garbage")
+    with tracking(open_tracker("wandb", tmp_path, mode=mode), {}) as tracker:
+        tracker.log(STEP)
+    assert len(offline_runs(tmp_path)) == 1
+    told = "WANDB_MODE='garbage' is unknown (expected online, offline, disabled, dryrun, run): it is taken as not set"
+    assert messages(caplog) == ([told] if mode == "auto" else [])
+    assert os.environ["WANDB_MODE"] == "garbage"
 
 
 def test_without_wandb_there_is_one_warning_and_the_run_goes_on(

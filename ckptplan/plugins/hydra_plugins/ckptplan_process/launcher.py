@@ -26,7 +26,7 @@ from ckptplan.config import (
     resolve,
 )
 from ckptplan.errors import ConfigError
-from ckptplan.runs import AUTO, find_run, find_same, merge_typed, typed_value, without
+from ckptplan.runs import AUTO, find_run, find_same, overrides_to_resume, typed_value, without
 
 if TYPE_CHECKING:
     from ckptplan.record import RunResult
@@ -119,8 +119,8 @@ class ProcessLauncher(Launcher):
             same = find_same(resolve(self._compose(overrides, index)), output_dir, None)
             return overrides, None if same is None else same.folder
         found = find_run(wanted, output_dir)
-        merged = merge_typed(found.typed(), without(("resume",), overrides))
-        return [*merged, f"resume={hydra_text(found.path)}"], found.folder
+        now = without(("resume",), overrides)
+        return overrides_to_resume(found, now, lambda texts: resolve(self._compose(texts, index))), found.folder
 
     def _compose(self, overrides: list[str], index: int) -> DictConfig:
         config = self._context.config_loader.load_sweep_config(self._config, overrides)
