@@ -29,8 +29,10 @@ from ckptplan.trees import (
     MOST_HASHED,
     array_hash,
     attributes_of,
+    has_values,
     is_filled,
     same,
+    storage_key,
     tensors_anywhere,
     tensors_in,
     value_hash,
@@ -80,29 +82,56 @@ def observe(module: nn.Module, call: BlockCall, run: Callable[..., Any], device:
     ``module`` must be a twin: its buffers and attributes are changed.
     """
     settled = {name: b.detach().clone() for name, b in module.named_buffers(remove_duplicate=False)}
-    sizes = _DataSizes()
-    with sizes:
+    seen = _Operators()
+    with seen:
         one = _run_from(call.first.buffers, module, call, run, device)
     two = _run_from(call.first.buffers, module, call, run, device)
     mutated = {*call.first.changed, *one.mutated, *two.mutated}
+    mutated |= {n for n, b in module.named_buffers(remove_duplicate=False) if storage_key(b) in seen.statistics}
     if mutated:  # a forward may do something else once its buffers have changed
         mutated |= _run_from(settled, module, call, run, device).mutated
     names = [name for name, _ in module.named_buffers(remove_duplicate=False)]
-    return Observation(one.draws, tuple(n for n in names if n in mutated), _reason(call, one, two), tuple(sizes.found))
+    reason = _reason(call, one, two)
+    if reason is None and seen.draws_from_own:
+        reason = "its forward draws from a random generator of its own, which a recomputation does not restore"
+    draws = one.draws or seen.draws
+    return Observation(draws, tuple(n for n in names if n in mutated), reason, tuple(seen.data_sizes))
 
 
-class _DataSizes(TorchDispatchMode):
-    """Notes how large the outputs are whose sizes depend on data."""
+class _Operators(TorchDispatchMode):
+    """What operators tell of a run, beside what comparing values tells; tensors without values have only this.
+
+    Attributes:
+        data_sizes: elements of the outputs whose sizes depend on data.
+        draws, draws_from_own: whether random numbers were drawn for tensors without values, from torch's stream and
+            from another generator.
+        statistics: storages of tensors without values that batch norms update, which no version counter tells.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[int] = []
+        self.data_sizes: list[int] = []
+        self.draws = self.draws_from_own = False
+        self.statistics: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if torch.Tag.dynamic_output_shape in func.tags:
-            self.found += [t.numel() for t in tensors_in(output)]
+            self.data_sizes += [t.numel() for t in tensors_in(output)]
+        if not all(has_values(t) for t in tensors_in((args, output))):
+            names = [argument.name for argument in func._schema.arguments]
+            given = dict.fromkeys(names) | dict(zip(names, args, strict=False)) | (kwargs or {})
+            self._note_without_values(func, given)
         return output
+
+    def _note_without_values(self, func: Any, given: dict[str, Any]) -> None:
+        is_attention_without_dropout = "dropout_p" in given and not given["dropout_p"]
+        if torch.Tag.nondeterministic_seeded in func.tags and not is_attention_without_dropout:
+            self.draws_from_own |= given.get("generator") is not None
+            self.draws |= given.get("generator") is None
+        if given.get("training", given.get("train")) and "running_mean" in given:
+            statistics = tensors_in((given["running_mean"], given.get("running_var")))
+            self.statistics |= {storage_key(t) for t in statistics}
 
 
 def _run_from(
@@ -182,7 +211,7 @@ def _alike(
 def _nearly(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    if not left.numel() or not left.is_floating_point():
+    if not left.numel() or not left.is_floating_point() or not (has_values(left) and has_values(right)):
         return same(left, right)
     difference = (left.double() - right.double()).abs().nan_to_num(0.0, posinf=0.0).max()
     rtol = _FIRST_RTOL if left.element_size() > 2 else _FIRST_RTOL_HALF

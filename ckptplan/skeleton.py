@@ -177,7 +177,7 @@ class Step:
         specs = [(None if layout is None else layout[p], boundary[p]) for p in wanted]
         weights = self.skeleton.weights[number]
         specs += [(None, w) for w in weights]
-        shapes = [(g, t.shape, t.dtype, t.device) for g, t in specs]
+        shapes = [(g, t.shape, t.detach().new_empty(0)) for g, t in specs]
         device = self.skeleton.subject.device
         anchor = torch.empty(0, device=device, requires_grad=True)
         return _Entry.apply(self, number, shapes, anchor, *(boundary[p] for p in wanted), *weights)
@@ -202,8 +202,9 @@ class Step:
 def _base_of(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor's storage, flat; no view for autograd."""
     storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
+    flat = tensor.new_empty(0)
+    flat.data = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
+    return flat
 
 
 class _Entry(torch.autograd.Function):

@@ -119,7 +119,7 @@ class EngineOwnedGradients(torch.autograd.Function):
     def forward(
         ctx: Any, layout: Sequence[SharedGradient | None], pinned: Sequence[bool], *outputs: torch.Tensor
     ) -> torch.Tensor:
-        ctx.specs = [(g, o.shape, o.dtype, o.device) for g, o in zip(layout, outputs, strict=True)]
+        ctx.specs = [(g, o.shape, o.new_empty(0)) for g, o in zip(layout, outputs, strict=True)]
         ctx.pinned = pinned
         return outputs[0].new_empty(0)
 
@@ -130,20 +130,21 @@ class EngineOwnedGradients(torch.autograd.Function):
         return (None, None, *made)
 
 
-GradientSpec = tuple[SharedGradient | None, torch.Size, torch.dtype, torch.device]
+# How it lies in memory, its shape, and an empty tensor of its dtype and device (a fake one where gradients are fake).
+GradientSpec = tuple[SharedGradient | None, torch.Size, torch.Tensor]
 
 
 def allocate_gradients(specs: Sequence[GradientSpec]) -> list[torch.Tensor]:
     """Gradients that lie in memory as ``specs`` say."""
     bases: dict[int, torch.Tensor] = {}
     made = []
-    for gradient, shape, dtype, device in specs:
+    for gradient, shape, like in specs:
         if gradient is None:
-            made.append(torch.full(shape, 1e-3, dtype=dtype, device=device))
+            made.append(like.new_full(shape, 1e-3))
             continue
         if gradient.storage not in bases:
-            size = gradient.storage_bytes // dtype.itemsize
-            bases[gradient.storage] = torch.full((size,), 1e-3, dtype=dtype, device=device)
+            size = gradient.storage_bytes // like.element_size()
+            bases[gradient.storage] = like.new_full((size,), 1e-3)
         made.append(bases[gradient.storage].as_strided(shape, gradient.stride, gradient.offset))
     return made
 
@@ -157,11 +158,12 @@ def copy_of(tensor: torch.Tensor, bases: Bases) -> torch.Tensor:
     key = storage_key(tensor)
     if key not in bases:
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
-        base = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+        base = tensor.new_empty(size)
         bases[key] = base.copy_(tensor.detach().as_strided((size,), (1,), 0))
     base = bases[key]
-    copied = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return copied.set_(base.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    copied = tensor.new_empty(0)
+    copied.data = base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    return copied
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -15,6 +15,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor  # pinned by tests/test_dry_run.py
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """False for a tensor that is only a shape: on the meta device, or a fake one."""
+    return tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
 
 
 def map_tensors(value: Any, function: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
@@ -136,9 +142,11 @@ def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    """Bitwise equal values, NaN equal to NaN."""
+    """Bitwise equal values, NaN equal to NaN; of tensors without values the shapes and dtypes."""
     if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
         return left is right
+    if not (has_values(left) and has_values(right)):
+        return True
     return bool(torch.equal(left, right)) or bool(torch.allclose(left, right, rtol=0, atol=0, equal_nan=True))
 
 
@@ -157,6 +165,8 @@ def array_hash(array: Any) -> str:
     Made of the identity where the values are no plain bytes, or more than ``MOST_HASHED``.
     """
     if isinstance(array, torch.Tensor):
+        if isinstance(array, FakeTensor):  # nobody knows its values, so they tell nothing apart
+            return f"{array.dtype}{tuple(array.shape)}"
         is_plain = array.layout == torch.strided and not array.is_nested and array.device.type != "meta"
         values = value_hash(array) if is_plain and array.numel() <= MOST_HASHED else f"@{id(array)}"
     else:

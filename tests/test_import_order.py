@@ -17,7 +17,8 @@ PACKAGE = Path(ckptplan.__file__).parent
 # Every file, from the ground up; "planners" is planners/__init__.py.
 ORDER = """
 errors units console config record graph options
-randomness runtime optim trees wrappers blocks memory compiling recompute replay twin subject profiles selective stages
+randomness runtime optim trees fakes wrappers blocks memory compiling recompute replay twin subject profiles selective
+stages
 signatures operators larger_inputs
 trace discovery observe kinds choices compiled_choices regions tied assembly skeleton flow measure
 plan gaps targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
