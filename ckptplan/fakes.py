@@ -106,7 +106,7 @@ class KnownValues(FakeTensorMode):
         made: Any = self.from_tensor(tensor)
         if tensor.device.type == "meta":
             made.fake_device = torch.device("cpu")
-        return made  # type: ignore[no-any-return]
+        return made
 
     def knows(self, tensor: torch.Tensor) -> bool:
         return _is_small(tensor) and not isinstance(tensor, FakeTensor) and not self._is_overwritten(tensor)
