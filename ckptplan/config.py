@@ -211,6 +211,7 @@ class RunConfig:
     Attributes:
         steps: optimizer steps, of ``accumulate`` micro-batches each.
         clip_norm: largest norm of the gradient, None for no clipping.
+        oom_retries: how many tighter plans a step may try after running out of memory; 0: the run ends at once.
         eval_every, log_every: in optimizer steps; ``eval_every`` None evaluates at the end only.
         margin_frac: share of the budget that is not planned for; None: 0 on a CPU, 0.01 on CUDA.
         report: write report.html at the end.
@@ -224,6 +225,7 @@ class RunConfig:
     steps: int = 60
     accumulate: int = 1
     clip_norm: float | None = 1.0
+    oom_retries: int = 5
     eval_every: int | None = None
     log_every: int = 10
     budget: str | None = None
@@ -553,6 +555,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str, object]] = {
     "seed": (lambda n: 0 <= n < 2**32, "0 to 2**32 - 1", 0),
     "steps": (lambda n: n >= 1, "1 or more", 60),
     "accumulate": (lambda n: n >= 1, "1 or more", 1),
+    "oom_retries": (lambda n: n >= 0, "0 or more", 5),
     "log_every": (lambda n: n >= 1, "1 or more", 10),
     "eval_every": (lambda n: n >= 1, "1 or more, or null", 20),
     "clip_norm": (lambda norm: norm > 0, "a norm above 0, or null for no clipping", 1.0),

@@ -165,6 +165,7 @@ class TrainingRecord:
     last_loss: float | None = None
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
+    oom_recoveries: int | None = None  # how often memory ran out and a tighter plan was taken
 
 
 @dataclass(slots=True)

@@ -286,12 +286,17 @@ class RunStates:
                 **scaler,
                 "random": streams_to_save(trained.device),
                 "position": {**asdict(position), "batch_size": trained.batch_size},
-                "plan": plan,
+                "plan": self._plan,
                 "config": resolved,
             }
 
+        self._plan = plan
         self._contents = contents
         self.record.saved = 0 if self.is_on else None
+
+    def replan(self, plan: dict[str, Any]) -> None:
+        """States hold this plan from now on."""
+        self._plan = plan
 
     def after_step(self, position: Position, figures: dict[str, float]) -> None:
         """Save, if it is time to."""

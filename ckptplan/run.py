@@ -20,7 +20,6 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from ckptplan.apply import checkpointed
 from ckptplan.blocks import BlockSelection, select_blocks
 from ckptplan.budget import PlannedRun, StaticBytes, plan_for_budget, static_bytes
 from ckptplan.certificate import Certificate, certify
@@ -61,6 +60,7 @@ from ckptplan.record import (
     load_metrics,
     write_atomic,
 )
+from ckptplan.recovery import Recovery, tighter_plan
 from ckptplan.report.page import try_write_report
 from ckptplan.report.records import is_job_of_sweep
 from ckptplan.report.tables import plan_table, result_table
@@ -295,7 +295,7 @@ class _Run:
         if certificate is not None:
             replace(certificate, measured_peak_bytes=proof.peak_bytes).save(self.folder / "certificate.json")
         self.states.begin(trained, stored_form(planned, made_for), self.resolved)
-        summary = self.train(trained, planned.plan, schedule, settings, streams)
+        summary = self.train(trained, planned, profile, made_for, schedule, settings, streams)
         self.result.status = self.final_status(planned.plan, summary)
 
     def go_on(self, trained: Trained) -> dict[str, Any] | None:
@@ -543,13 +543,22 @@ class _Run:
     def train(
         self,
         trained: Trained,
-        plan: CheckpointPlan,
+        planned: PlannedRun,
+        profile: ChainProfile,
+        made_for: dict[str, Any],
         schedule: Callable[[int], float],
         settings: TrainSettings,
         streams: dict[str, Any] | None,
     ) -> TrainSummary:
         start_s = time.perf_counter()
-        patch = checkpointed(trained.model, plan).permanent()
+        recovery = Recovery(
+            trained.model,
+            planned.plan,
+            lambda plan: tighter_plan(profile, plan),
+            device=trained.device,
+            tries=self.config.oom_retries,
+            on_taken=lambda plan: self.states.replan(stored_form(replace(planned, plan=plan), made_for)),
+        )
         self.result.timing.apply_s = time.perf_counter() - start_s
         start = Position() if self.stored is None else self.stored.start(trained.batch_size)
         losses = [row["train/loss"] for row in load_metrics(self.folder) if row.get("train/loss") is not None]
@@ -570,12 +579,19 @@ class _Run:
                 scaler=trained.scaler,
                 after_step=self.states.after_step,
                 console=self.console,
+                gradients_of=recovery.gradients,
             )
         finally:
-            patch.remove()
+            recovery.remove()
+            self.result.notes += [each.text for each in recovery.tightened]
         self.result.timing.train_s = summary.train_s
         self.result.training = TrainingRecord(
-            summary.steps, summary.first_loss, summary.last_loss, summary.samples_per_s, summary.tokens_per_s
+            summary.steps,
+            summary.first_loss,
+            summary.last_loss,
+            summary.samples_per_s,
+            summary.tokens_per_s,
+            oom_recoveries=len(recovery.tightened),
         )
         self.states.at_end(summary.position)
         return summary

@@ -210,6 +210,9 @@ def _backward(
     return loss.detach()
 
 
+GradientsOf = Callable[[nn.Module, list[Batch], TrainSettings, torch.amp.GradScaler | None], float | None]
+
+
 # --- evaluation ---
 
 
@@ -257,8 +260,9 @@ def _optimizer_step(
     optimizer: torch.optim.Optimizer,
     settings: TrainSettings,
     scaler: torch.amp.GradScaler | None,
+    gradients_of: GradientsOf,
 ) -> _Step:
-    loss = accumulate_gradients(model, window, settings, scaler)
+    loss = gradients_of(model, window, settings, scaler)
     if scaler:
         scaler.unscale_(optimizer)
     grad_norm = _clip(optimizer, settings.clip_norm)
@@ -343,12 +347,14 @@ def train(
     scaler: torch.amp.GradScaler | None = None,
     after_step: Callable[[Position, dict[str, float]], None] = lambda position, figures: None,
     console: Console | None = None,
+    gradients_of: GradientsOf = accumulate_gradients,
 ) -> TrainSummary:
     """Train until ``settings.steps``, or until ``stop`` is set, which ends it after the step in hand.
 
     A training that goes on is given where it stood (``start``), the losses of its earlier steps for the summary, and
     its ``scaler`` (default: a new one where fp16 needs it). ``after_step`` is called after each step and its
-    evaluation, with ``train/loss`` and, where evaluated, ``eval/loss``.
+    evaluation, with ``train/loss`` and, where evaluated, ``eval/loss``. ``gradients_of`` computes a step's gradients:
+    that of a ``Recovery`` survives running out of memory.
 
     Raises ``NonFiniteError`` after ``settings.max_bad_steps`` updates in a row with NaN or infinite loss or
     gradients. Such an update is left out (its step is counted, so data and schedule go on), said once in the
@@ -356,6 +362,7 @@ def train(
     """
     run = _Run(model, data, optimizer, learning_rate_at, settings, recorder, tracker, stop or StopFlag())
     run.scaler = scaler or make_scaler(settings)
+    run.gradients_of = gradients_of
     run.start_at(start, earlier_losses)
     if not model.training:  # else leave the flags alone: a user may have frozen single modules with eval()
         model.train()
@@ -398,6 +405,7 @@ class _Run:
         self.settings, self.recorder, self.tracker, self.stop = settings, recorder, tracker, stop
         self.device = torch.device(settings.device)
         self.scaler: torch.amp.GradScaler | None = None
+        self.gradients_of: GradientsOf = accumulate_gradients
         self.step = 0
         self.epoch = 0
         self.samples_in_epoch = 0
@@ -442,7 +450,7 @@ class _Run:
             self.epoch, self.samples_in_epoch, self.batches_in_epoch = epoch, 0, 0
         rate = self.learning_rate_at(self.step + 1)
         set_learning_rate(self.optimizer, rate)
-        done = _optimizer_step(self.model, window, self.optimizer, self.settings, self.scaler)
+        done = _optimizer_step(self.model, window, self.optimizer, self.settings, self.scaler, self.gradients_of)
         self.step += 1
         step_s = time.perf_counter() - started  # reading the loss has waited for the device
         self._count(window, step_s, done)

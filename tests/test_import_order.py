@@ -28,7 +28,7 @@ curve certificate explanation
 validate apply dry_run proof equality benchmark budget autofit
 data.spec data.checks data.order data data.dataset data.digits data.images data.text data.tokens
 models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models.hf models
-profile_cache other_trackers tracking stopping training runs resuming jobs sweep_table sweep_tracking
+profile_cache other_trackers tracking stopping training recovery runs resuming jobs sweep_table sweep_tracking
 dashboards sweeps
 report report.tables report.records report.steps report.figures report.vega report.tradeoff report.charts
 report.page report.export report.text report.__main__

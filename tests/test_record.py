@@ -38,7 +38,7 @@ DESIGN_KEYS = {
     "optimizer_bytes device_peak_bytes device_reserved_bytes",
     "latency": "step_ms no_checkpoint_step_ms overhead_ratio predicted_overhead_ratio recompute_flops_ratio",
     "gradients": "checked reference max_abs_diff max_rel_diff bitwise_equal passed",
-    "training": "steps first_loss last_loss samples_per_s tokens_per_s",
+    "training": "steps first_loss last_loss samples_per_s tokens_per_s oom_recoveries",
     "state": "path step saved stall_s resumed_from resumed_step",
     "timing": "profile_s plan_s apply_s train_s total_s",
 }

@@ -30,7 +30,8 @@ from ckptplan.profiles import ChainProfile
 from ckptplan.proof import prove_model
 from ckptplan.record import RunResult, load_metrics, load_result
 from ckptplan.run import run_job
-from ckptplan.training import train
+from ckptplan.state import CheckpointManager
+from ckptplan.training import accumulate_gradients, train
 
 TINY = (
     "debug=fast",
@@ -275,6 +276,27 @@ class TestEnds:
         assert result["memory"]["measured_peak_bytes"] > 0
         assert "optimizer state" in caplog.text
         assert "Use a smaller budget or data.batch_size" in caplog.text
+
+    def test_out_of_memory_in_training_costs_a_tighter_plan_and_no_weight(self, run, monkeypatch, caplog) -> None:
+        code, plain, folder = run("planner=dp", "state=sync")
+        weights = read_state(folder)
+        fail_in_step(monkeypatch, 2)
+        code, result, folder = run("planner=dp", "state=sync")
+        assert (code, result["status"], result["training"]["oom_recoveries"]) == (0, "ok", 1)
+        assert plain["training"]["oom_recoveries"] == 0
+        assert result["training"]["last_loss"] == plain["training"]["last_loss"]
+        (note,) = [note for note in result["notes"] if note.startswith("out of memory in forward")]
+        assert note in caplog.text
+        found = read_state(folder)
+        assert all(torch.equal(found["model"][name], tensor) for name, tensor in weights["model"].items())
+        taken = CheckpointPlan.from_json(found["plan"]["json"])
+        assert taken.predicted_peak_bytes <= 0.9 * result["memory"]["predicted_peak_bytes"], "what resumes has it too"
+        assert note.endswith(taken.text)
+
+    def test_without_retries_out_of_memory_ends_the_run(self, run, monkeypatch) -> None:
+        fail_in_step(monkeypatch, 2)
+        code, result, _ = run("planner=dp", "oom_retries=0", "state=sync")
+        assert (code, result["status"], result["error"]["type"]) == (5, "oom", "OutOfMemoryError")
 
     def test_a_model_that_fails_on_its_data_is_told_with_both_names_before_anything_is_measured(self, run) -> None:
         with pytest.raises(ConfigError, match=r"Breaks failed on a batch of synthetic_tokens \(int64\[4, 16\]\): "):
@@ -535,3 +557,20 @@ def test_a_run_with_compiled_blocks_is_proved_and_trains(run, overrides: tuple[s
     assert result["latency"]["predicted_overhead_ratio"] is None
     assert any("no certificate and no trade-off curve" in note for note in result["notes"])
     assert not (folder / "certificate.json").exists()
+
+
+def fail_in_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """The allocator says no when the gradients of this step are asked for, once."""
+    calls = iter(range(1, 10**6))
+
+    def gradients(*args: Any) -> float | None:
+        if next(calls) == step:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return accumulate_gradients(*args)
+
+    monkeypatch.setattr("ckptplan.recovery.accumulate_gradients", gradients)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    with CheckpointManager(folder / "state") as states:
+        return states.load("latest")
