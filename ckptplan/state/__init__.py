@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ckptplan.state.future import Future, Progress
     from ckptplan.state.items import ItemSpec, Layout
     from ckptplan.state.manager import CheckpointManager
+    from ckptplan.state.named import OptimizerByName
+    from ckptplan.state.resharder import DefaultResharder, Piece, Resharder, Sharded
     from ckptplan.state.storage import LocalStorage, Storage, StorageConfig
 
 _MODULE_OF_NAME = {
@@ -30,6 +32,11 @@ _MODULE_OF_NAME = {
     "ManagerConfig": "config",
     "ItemSpec": "items",
     "Layout": "items",
+    "OptimizerByName": "named",
+    "Resharder": "resharder",
+    "DefaultResharder": "resharder",
+    "Sharded": "resharder",
+    "Piece": "resharder",
     "Future": "future",
     "Progress": "future",
     "CheckpointInfo": "folder",
@@ -44,6 +51,11 @@ __all__ = [  # noqa: RUF022 - in the order of use
     "ManagerConfig",
     "ItemSpec",
     "Layout",
+    "OptimizerByName",
+    "Resharder",
+    "DefaultResharder",
+    "Sharded",
+    "Piece",
     "Future",
     "Progress",
     "CheckpointInfo",

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptplan.state.ids import ALLOWED, is_name
+
+if TYPE_CHECKING:
+    from ckptplan.state.resharder import Resharder
 
 SCOPES = ("auto", "global", "per_rank")
 
@@ -36,6 +40,8 @@ class ItemSpec:
             writes and reads its own). "auto" is global after comparing names, shapes, plain values and small tensors
             of all ranks; a difference fails the save and asks for a decision.
         layout: how it lies on disk.
+        resharder: for tensors that are sharded in another way than DTensors, and for `per_rank` items that another
+            number of ranks loads than saved them.
         requires_copy: the value is copied before ``save`` returns. False: it is copied while training goes on, and must
             not be changed until the save is done (``future.result()``); a change before that can reach the checkpoint.
     """
@@ -44,6 +50,7 @@ class ItemSpec:
     scope: str = "auto"
     layout: Layout | None = None
     requires_copy: bool = True
+    resharder: Resharder | None = None
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:

@@ -19,8 +19,10 @@ from ckptplan.errors import DamagedCheckpointError
 from ckptplan.state import reading
 from ckptplan.state.manifest import Manifest, RankPart, StoredItem, View
 from ckptplan.state.merging import Finish, Request, merge
+from ckptplan.state.resharder import DefaultResharder, Piece, Resharder
+from ckptplan.state.slicing import ShardedTensors, Slices, StoredTensor, dense_strides
 from ckptplan.state.storage import Storage
-from ckptplan.state.values import numpy_dtype, torch_dtype
+from ckptplan.state.values import has_state, numpy_dtype, torch_dtype
 from ckptplan.units import MIB
 
 _COPY_BATCH_BYTES = 64 * MIB  # read before they are copied to another device, or into strided memory
@@ -33,35 +35,98 @@ SpanKey = tuple[int, int]
 class _Item:
     name: str
     part: RankPart
-    requests: list[Request]
+    requests: list[Request]  # of whole tensors, into whole tensors
     finish: Finish
+
+
+@dataclass
+class _Redistributed:
+    """An item of which every rank saved its own, and another number of ranks wants theirs."""
+
+    template: Any
+    resharder: Resharder
+    items: list[_Item]  # of each rank
+    value: Any = None
+
+    def redistribute(self, rank: int, world_size: int) -> None:
+        """Works out this rank's value; changes nothing."""
+        self.value = self.resharder.redistribute([item.finish() for item in self.items], rank, world_size)
+
+    def finish(self) -> Any:
+        """Puts it in place: an object takes it, anything else is replaced by it."""
+        if not has_state(self.template):
+            return self.value
+        self.template.load_state_dict(self.value)
+        return self.template
 
 
 class Load:
     """One load: `want` for each item, then look at `faults`, then `check`, then `finish`."""
 
     def __init__(
-        self, storage: Storage, folder: str, manifest: Manifest, *, rank: int, strict: bool, device: torch.device
+        self,
+        storage: Storage,
+        folder: str,
+        manifest: Manifest,
+        *,
+        rank: int,
+        world_size: int,
+        strict: bool,
+        device: torch.device,
     ) -> None:
         self._storage, self._folder, self._manifest = storage, folder, manifest
-        self._rank, self._strict, self._device = rank, strict, device
+        self._rank, self._world_size, self._strict, self._device = rank, world_size, strict, device
         self._items: list[_Item] = []
+        self._redistributed: dict[str, _Redistributed] = {}
+        self._sharded = ShardedTensors(manifest)
+        self._sliced: list[tuple[Request, StoredTensor]] = []
+        self._slices = Slices(storage, folder)
+        self._news: dict[Any, torch.Tensor] = {}
         self._buffers: dict[SpanKey, torch.Tensor] = {}
         self.faults: list[str] = []
+        self.notes: list[str] = []  # for the log
 
-    def want(self, name: str, template: Any) -> None:
+    def want(self, name: str, template: Any, resharder: Resharder | None) -> None:
         """Compares one item with its template; what does not fit adds to `faults`."""
-        found = self._find(name)
-        if found is None:
+        stored = next((part.items[name] for part in self._manifest.ranks if name in part.items), None)
+        ranks = self._manifest.world_size
+        if stored is not None and stored.scope == "per_rank" and ranks != self._world_size and resharder is not None:
+            self._want_of_all_ranks(name, template, resharder)
             return
-        part, item = found
-        merged = merge(item.tree, template, name, part.tensors, strict=self._strict)
+        found = self._find(name)
+        if found is not None:
+            self._items.append(self._want(name, *found, template, resharder))
+
+    def _want(self, name: str, part: RankPart, item: StoredItem, template: Any, resharder: Resharder | None) -> _Item:
+        chosen = resharder or DefaultResharder()
+        merged = merge(
+            item.tree, template, name, part.tensors, strict=self._strict, resharder=chosen, sharded=self._sharded
+        )
         self.faults += merged.faults
-        self._items.append(_Item(name, part, merged.requests, merged.finish))
+        whole = []
+        for request in merged.requests:
+            if isinstance(request.stored, StoredTensor):
+                self._sliced.append((request, request.stored))
+            elif request.pieces is not None:
+                self._sliced.append((request, StoredTensor.plain(part, request.stored)))
+            else:
+                whole.append(request)
+        return _Item(name, part, whole, merged.finish)
+
+    def _want_of_all_ranks(self, name: str, template: Any, resharder: Resharder) -> None:
+        items = []
+        for part in self._manifest.ranks:
+            item = part.items.get(name)
+            if item is None:
+                self.faults.append(f"{name}: rank {part.rank} has saved none, but others have")
+                return
+            items.append(self._want(name, part, item, None, resharder))
+        self._redistributed[name] = _Redistributed(template, resharder, items)
 
     def compare_memory(self) -> None:
         """Adds faults for templates that share memory where what is stored does not."""
-        self.faults += _conflicts([(item.part, request) for item in self._items for request in item.requests])
+        whole = [(item.part, request) for item in self._all_items() for request in item.requests]
+        self.faults += _conflicts(whole, self._sliced)
 
     def check(self) -> list[str]:
         """Reads and checks all that is wanted, into new memory or none; returns what is damaged."""
@@ -78,7 +143,14 @@ class Load:
                 if any(request.target is None for request in by_span[part.rank, span]):
                     self._buffers[part.rank, span] = torch.empty(part.spans[span].size_bytes, dtype=torch.uint8)
             faults += self._read(part, spans, self._buffers, check=True)
-        return faults
+        for request, stored in self._sliced:
+            pieces = request.pieces
+            if pieces is None:
+                target = request.target if request.target is not None else self._new(request, stored)
+                pieces = [Piece((0,) * len(stored.shape), target)]
+            self._slices.add(stored, pieces)
+        faults += self._slices.check()
+        return faults or self._redistribute()
 
     def finish(self) -> dict[str, Any]:
         """Writes into the templates and returns the values by item; only after `check` found nothing."""
@@ -88,11 +160,42 @@ class Load:
                 self._fill_templates(
                     part, {span: found for (rank, span), found in by_span.items() if rank == part.rank}
                 )
+            self._fill_slices()
             for item in self._items:
-                for request in item.requests:
-                    if request.target is None:
-                        request.value = self._make(item.part, request)
-            return {item.name: item.finish() for item in self._items}
+                self._make_values(item)
+        loaded = {item.name: item.finish() for item in self._items}
+        return loaded | {name: item.finish() for name, item in self._redistributed.items()}
+
+    def _all_items(self) -> list[_Item]:
+        return [*self._items, *(item for each in self._redistributed.values() for item in each.items)]
+
+    def _new(self, request: Request, stored: StoredTensor) -> torch.Tensor:
+        """Memory for a tensor that no template has; one for all names of what is stored once."""
+        key = stored.shape, stored.dtype, stored.same_bytes()
+        if key not in self._news:
+            self._news[key] = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device=self._device)
+        made = self._news[key]
+        request.value = _as_stored(made, request.is_parameter, request.requires_grad)
+        return made
+
+    def _redistribute(self) -> list[str]:
+        faults = []
+        for name, each in self._redistributed.items():
+            for item in each.items:
+                self._make_values(item)
+            try:
+                each.redistribute(self._rank, self._world_size)
+            except Exception as error:  # of somebody's own code: told on all ranks, and nothing is loaded
+                faults.append(f"{name}: {error}" if isinstance(error, ValueError) else f"{name}: {error!r}")
+        return faults
+
+    def _fill_slices(self) -> None:
+        self._raise_if_lost(self._slices.fill())
+
+    def _make_values(self, item: _Item) -> None:
+        for request in item.requests:
+            if request.target is None:
+                request.value = self._make(item.part, request)
 
     def _find(self, name: str) -> tuple[RankPart, StoredItem] | None:
         part = self._manifest.ranks[0]
@@ -109,11 +212,15 @@ class Load:
                 return None
             part = self._manifest.ranks[self._rank]
             item = part.items[name]
+            saved = self._manifest.world_size
+            if self._world_size < saved:
+                left = f"{self._world_size}" if saved == self._world_size + 1 else f"{self._world_size} to {saved - 1}"
+                self.notes.append(f"{name} was saved per rank by {saved} ranks: what rank {left} saved is not loaded")
         return part, item
 
     def _by_span(self) -> dict[SpanKey, list[Request]]:
         by_span: dict[SpanKey, list[Request]] = {}
-        for item in self._items:
+        for item in self._all_items():
             for request in item.requests:
                 by_span.setdefault((item.part.rank, request.view.span), []).append(request)
         return by_span
@@ -126,7 +233,9 @@ class Load:
 
     def _read_again(self, part: RankPart, places: dict[SpanKey, torch.Tensor]) -> None:
         spans = [span for _, span in places]
-        faults = self._read(part, spans, places, check=False)
+        self._raise_if_lost(self._read(part, spans, places, check=False))
+
+    def _raise_if_lost(self, faults: list[str]) -> None:
         if faults:  # the same bytes were read a moment ago
             message = (
                 f"checkpoint {self._manifest.checkpoint_id!r} could not be read a second time; some values are loaded"
@@ -163,9 +272,13 @@ class Load:
         if self._buffers[key].device != self._device:
             self._buffers[key] = self._buffers[key].to(self._device)
         made = _tensor_view(self._buffers[key], request.view)
-        if request.view.is_parameter:
-            return torch.nn.Parameter(made, requires_grad=request.view.requires_grad)
-        return made.requires_grad_() if request.view.requires_grad else made
+        return _as_stored(made, request.is_parameter, request.requires_grad)
+
+
+def _as_stored(made: torch.Tensor, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
+    if is_parameter:
+        return torch.nn.Parameter(made, requires_grad=requires_grad)
+    return made.requires_grad_() if requires_grad else made
 
 
 def _copy_out(source: torch.Tensor, requests: list[Request]) -> None:
@@ -212,21 +325,12 @@ def _memory_of(flat: torch.Tensor) -> memoryview:
 
 def _tensor_view(flat: torch.Tensor, view: View) -> torch.Tensor:
     dtype = torch_dtype(view.dtype)
-    stride = _dense_strides(view.shape) if view.stride is None else view.stride
+    stride = dense_strides(view.shape) if view.stride is None else view.stride
     start = flat.storage_offset() + view.offset_bytes
     if start % dtype.itemsize:  # a template at an address that is odd for this view
         flat, start = flat.clone(), view.offset_bytes
     made = torch.empty(0, dtype=dtype, device=flat.device)
     return made.set_(flat.untyped_storage(), start // dtype.itemsize, view.shape, stride)
-
-
-def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    return tuple(strides)
 
 
 def _array_view(flat: torch.Tensor, view: View) -> np.ndarray[Any, Any]:
@@ -236,16 +340,26 @@ def _array_view(flat: torch.Tensor, view: View) -> np.ndarray[Any, Any]:
     return flat.cpu().numpy().view(dtype).reshape(view.shape)
 
 
-def _conflicts(requests: list[tuple[RankPart, Request]]) -> list[str]:
+def _conflicts(whole: list[tuple[RankPart, Request]], sliced: list[tuple[Request, StoredTensor]]) -> list[str]:
     """Templates that lie over each other in memory, though what is stored for them does not in the same way."""
-    placed = []
-    for part, request in requests:
+    placed: list[tuple[tuple[str, int], int, Any, str]] = []
+
+    def place(target: torch.Tensor, origin: Any, path: str) -> None:
+        start = target.data_ptr()
+        placed.append(((str(target.device), start), start + target.numel() * target.itemsize, origin, path))
+
+    for part, request in whole:
         target = request.target
         if isinstance(target, torch.Tensor) and target.is_contiguous() and target.numel():
-            start = target.data_ptr()
             # Where the span would start if it were loaded here.
-            origin = part.rank, request.view.span, start - request.view.offset_bytes
-            placed.append(((str(target.device), start), start + target.numel() * target.itemsize, origin, request.path))
+            place(target, (part.rank, request.view.span, target.data_ptr() - request.view.offset_bytes), request.path)
+    for request, stored in sliced:
+        pieces = request.pieces
+        if pieces is None:
+            pieces = [Piece((), request.target)] if request.target is not None else []
+        for offsets, tensor in pieces:
+            if tensor.is_contiguous() and tensor.numel():
+                place(tensor, (stored.same_bytes(), stored.shape, offsets), request.path)
     placed.sort(key=lambda entry: entry[:2])
     faults = []
     last = None

@@ -27,11 +27,10 @@ from ckptplan.errors import (
     StateError,
     StateMismatchError,
 )
-from ckptplan.state.agreement import agree_on_faults, agree_on_scopes, as_state_error, raise_first
+from ckptplan.state.agreement import agree_on_contents, agree_on_faults, as_state_error, raise_first
 from ckptplan.state.config import ManagerConfig, open_location
 from ckptplan.state.coordinator import Coordinator, current_coordinator
 from ckptplan.state.decisions import decide, info_of
-from ckptplan.state.files import CHUNK_BYTES
 from ckptplan.state.folder import CheckpointInfo, Folder, best_of, not_found, read_manifest
 from ckptplan.state.future import Future
 from ckptplan.state.ids import check_id
@@ -143,7 +142,9 @@ class CheckpointManager:
         if problem is not None:
             raise problem
         scopes = {name: "per_rank" if spec.scope == "per_rank" else "global" for name, spec in specs.items()}
-        snapshot = self._snapshots.plan(encode_items(payload), specs, scopes, self._coordinator().rank)
+        encoded, coordinator = encode_items(payload, specs), self._coordinator()
+        holders = [encoded.holders()] * coordinator.world_size  # nobody is asked: it is about the size only
+        snapshot = self._snapshots.plan(encoded, specs, scopes, coordinator.rank, coordinator.world_size, holders)
         self._saver.prewarm(self._storage, snapshot)
         self._saver.wait_for_writer(self.config.timeout_s)
 
@@ -385,7 +386,7 @@ class CheckpointManager:
         encoded, decision, lock = Encoded({}, []), None, None
         try:
             if error is None:
-                encoded = encode_items(payload)
+                encoded = encode_items(payload, specs)
                 if coordinator.rank == 0:
                     lock = self._lock(place)
                     decision = decide(
@@ -399,9 +400,11 @@ class CheckpointManager:
                     )
         except Exception as caught:
             error = as_save_failure(caught, name)
-        scopes = agree_on_scopes(coordinator, specs, encoded, error)
+        agreed = agree_on_contents(coordinator, specs, encoded, error)
         decision = coordinator.all_gather(decision)[0]
-        snapshot = self._snapshots.plan(encoded, specs, scopes, coordinator.rank)
+        snapshot = self._snapshots.plan(
+            encoded, specs, agreed.scopes, coordinator.rank, coordinator.world_size, agreed.holders
+        )
         info = info_of(decision["head"], metrics, snapshot)
         location = str(place.storage.local_path or "")
         job = Job(
@@ -413,7 +416,7 @@ class CheckpointManager:
                 "location": location,
                 "rank": coordinator.rank,
                 "world_size": coordinator.world_size,
-                "chunk_bytes": CHUNK_BYTES,
+                "chunk_bytes": snapshot.chunk_bytes,
                 "timeout_s": self.config.timeout_s,
             },
             snapshot.files,
@@ -461,6 +464,8 @@ class CheckpointManager:
         if damage:
             next_good = place.folder.next_good(name) if coordinator.rank == 0 else None
             raise _damaged(name, damage, coordinator.all_gather(next_good)[0])
+        for note in load.notes if coordinator.rank == 0 else ():
+            _log.warning("%s", note)
         return load.finish()
 
     def _plan_load(
@@ -476,10 +481,19 @@ class CheckpointManager:
         load = None
         try:
             manifest = read_manifest(place.storage, name)
-            load = Load(place.storage, name, manifest, rank=coordinator.rank, strict=strict, device=device)
+            load = Load(
+                place.storage,
+                name,
+                manifest,
+                rank=coordinator.rank,
+                world_size=coordinator.world_size,
+                strict=strict,
+                device=device,
+            )
             templates = dict.fromkeys(manifest.item_names()) if into is None else into
             for item, template in templates.items():
-                load.want(item, template)
+                spec = self.config.items.get(item) or self.config.default
+                load.want(item, template, spec.resharder if spec is not None else None)
             load.compare_memory()
             if load.faults:
                 message = f"checkpoint {name!r} does not fit; nothing has been changed"

@@ -51,6 +51,7 @@ class View:
     stride: tuple[int, ...] | None = None
     is_parameter: bool = False
     requires_grad: bool = False
+    shard: tuple[int, tuple[int, ...]] | None = None  # a part of that sharded tensor, which begins at these offsets
 
     def to_json(self) -> dict[str, Any]:
         """The entry in the manifest; what is usual is left out."""
@@ -59,6 +60,8 @@ class View:
             entry |= {"offset": self.offset_bytes, "stride": self.stride}
         if self.is_parameter or self.requires_grad:
             entry |= {"parameter": self.is_parameter, "requires_grad": self.requires_grad}
+        if self.shard is not None:
+            entry["shard"] = self.shard
         return entry
 
 
@@ -350,17 +353,25 @@ def _view(entry: Any, where: str, index: int, spans: tuple[StoredSpan, ...]) -> 
     flags = [entry.get(key, False) for key in ("parameter", "requires_grad")]
     if not all(isinstance(flag, bool) for flag in flags):
         _require(False, f"{where}.{index}", "flags", flags)
+    shard = _shard(entry["shard"], f"{where}.{index}.shard", len(shape)) if "shard" in entry else None
     if "stride" not in entry:
         if needed != size_bytes:
             _require(False, f"{where}.{index}", f"a span of {needed} bytes", size_bytes)
-        return View(dtype, tuple(shape), span, 0, None, *flags)
+        return View(dtype, tuple(shape), span, 0, None, flags[0], flags[1], shard)
     offset_bytes, stride = _fields(entry, where, index, "offset", "stride")
     if not _are_counts(stride) or len(stride) != len(shape) or not _is_count(offset_bytes) or offset_bytes % item_bytes:
         _require(False, f"{where}.{index}", f"{len(shape)} strides and an even offset", (stride, offset_bytes))
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if 0 not in shape and offset_bytes + (1 + last) * item_bytes > size_bytes:
         _require(False, f"{where}.{index}", f"a tensor within its span of {size_bytes} bytes", (offset_bytes, stride))
-    return View(dtype, tuple(shape), span, offset_bytes, tuple(stride), *flags)
+    return View(dtype, tuple(shape), span, offset_bytes, tuple(stride), flags[0], flags[1], shard)
+
+
+def _shard(value: Any, where: str, dims: int) -> tuple[int, tuple[int, ...]]:
+    is_pair = isinstance(value, list) and len(value) == 2 and _is_count(value[0]) and _are_counts(value[1])
+    if not is_pair or len(value[1]) != dims:
+        _require(False, where, f"a number and {dims} offsets", value)
+    return value[0], tuple(value[1])
 
 
 def _dtype_bytes_or_0(dtype: Any) -> int:

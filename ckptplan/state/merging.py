@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ckptplan.state.manifest import View
+from ckptplan.state.named import OptimizerByName
 from ckptplan.state.objects import (
     fills_in_place,
     load_optimizer,
@@ -20,8 +21,10 @@ from ckptplan.state.objects import (
     state_of,
     unwrap,
 )
-from ckptplan.state.tree import CONTAINERS, MAPPINGS, BadValueError, Json, pairs_of, tag_of
-from ckptplan.state.values import build_sequence, decode, has_state
+from ckptplan.state.resharder import Piece, Resharder, empty_like, is_dtensor
+from ckptplan.state.slicing import ShardedTensors, StoredTensor
+from ckptplan.state.tree import CONTAINERS, LEAF_TAGS, MAPPINGS, BadValueError, Json, pairs_of, tag_of
+from ckptplan.state.values import build_sequence, decode, has_state, torch_dtype
 
 Finish = Callable[[], Any]
 """Writes into the template, when every byte is known to be right, and returns the value."""
@@ -32,10 +35,19 @@ class Request:
     """A tensor or array that is wanted: into `target`, or new (None). `value` is there when it has been read."""
 
     path: str
-    view: View
-    is_array: bool
+    stored: View | StoredTensor
+    is_array: bool = False
     target: Any = None
     value: Any = None
+    pieces: Sequence[Piece] | None = None  # what this rank holds of a sharded target
+    is_parameter: bool = False
+    requires_grad: bool = False
+
+    @property
+    def view(self) -> View:
+        """Of a tensor that is stored as a whole."""
+        assert isinstance(self.stored, View)
+        return self.stored
 
 
 @dataclass
@@ -47,10 +59,19 @@ class Merged:
     finish: Finish = field(default=lambda: None)
 
 
-def merge(tree: Json, template: Any, name: str, tensors: Sequence[View], *, strict: bool) -> Merged:
+def merge(
+    tree: Json,
+    template: Any,
+    name: str,
+    tensors: Sequence[View],
+    *,
+    strict: bool,
+    resharder: Resharder,
+    sharded: ShardedTensors,
+) -> Merged:
     """Compares item `name` with its template. `tensors`: the views that the leaf numbers of the tree mean."""
     merged = Merged()
-    merger = _Merger(tensors, strict, merged)
+    merger = _Merger(tensors, strict, resharder, sharded, merged)
     try:
         merged.finish = merger.merge(tree, template, name)
     except BadValueError as error:
@@ -59,8 +80,11 @@ def merge(tree: Json, template: Any, name: str, tensors: Sequence[View], *, stri
 
 
 class _Merger:
-    def __init__(self, tensors: Sequence[View], strict: bool, merged: Merged) -> None:
+    def __init__(
+        self, tensors: Sequence[View], strict: bool, resharder: Resharder, sharded: ShardedTensors, merged: Merged
+    ) -> None:
         self._tensors, self._strict, self._merged = tensors, strict, merged
+        self._resharder, self._sharded = resharder, sharded
 
     def merge(self, node: Json, template: Any, path: str) -> Finish:
         if template is None:
@@ -71,7 +95,7 @@ class _Merger:
             return self._array(node, template, path)
         if isinstance(template, torch.nn.Module):
             return self._module(node, template, path)
-        if isinstance(template, torch.optim.Optimizer):
+        if isinstance(template, (torch.optim.Optimizer, OptimizerByName)):
             return self._optimizer(node, template, path)
         if has_state(template):
             return self._object(node, template, path)
@@ -87,39 +111,60 @@ class _Merger:
         self._merged.faults.append(f"{path}: {why}")
         return lambda: None
 
-    def _request(self, path: str, tag: str, number: int, target: Any = None) -> Request:
-        if number >= len(self._tensors):
-            raise BadValueError(f"{path}: there is no leaf {number}")
-        view = self._tensors[number]
-        is_array = tag == "array"
-        if is_array != (view.dtype[0] in "<>|="):
-            raise BadValueError(f"{path}: leaf {number} is not a {tag}")
-        request = Request(path, view, is_array, target)
+    def _request(
+        self, path: str, tag: str, content: Any, target: Any = None, pieces: Sequence[Piece] | None = None
+    ) -> Request:
+        if tag == "sharded":
+            flags = content.get("parameter", False), content.get("requires_grad", False)
+            request = Request(path, self._sharded.of(content, path), False, target, None, pieces, *flags)
+        elif content >= len(self._tensors):
+            raise BadValueError(f"{path}: there is no leaf {content}")
+        else:
+            view = self._tensors[content]
+            is_array = tag == "array"
+            if is_array != (view.dtype[0] in "<>|="):
+                raise BadValueError(f"{path}: leaf {content} is not a {tag}")
+            request = Request(path, view, is_array, target, None, pieces, view.is_parameter, view.requires_grad)
         self._merged.requests.append(request)
         return request
 
     def _everything(self, node: Json, path: str) -> Finish:
         requests: dict[str, Request] = {}
 
-        def note(path: str, tag: str, number: int) -> None:
-            requests[path] = self._request(path, tag, number)
+        def note(path: str, tag: str, content: Any) -> None:
+            requests[path] = self._request(path, tag, content)
 
         decode(node, path, note)  # finds what cannot be decoded now, while nothing has been changed
-        return lambda: decode(node, path, lambda path, tag, number: requests[path].value)
+        return lambda: decode(node, path, lambda path, tag, content: requests[path].value)
 
     def _tensor(self, node: Json, template: torch.Tensor, path: str) -> Finish:
         tag, content = self._tag(node, path)
-        if tag != "tensor":
+        if tag not in ("tensor", "sharded"):
             return self._fault(path, f"expected a tensor {describe(template)}, stored is {self._describe(node, path)}")
-        view = self._tensors[content] if content < len(self._tensors) else None
-        dtype, shape = str(template.dtype).removeprefix("torch."), tuple(template.shape)
-        if view is not None and (view.dtype != dtype or view.shape != shape):
-            stored = self._describe(node, path)
-            return self._fault(path, f"expected {describe(template)}, stored is {stored}; nothing is cast or reshaped")
-        if any(size > 1 and step == 0 for size, step in zip(template.shape, template.stride(), strict=True)):
-            return self._fault(path, "the template is an expanded tensor: several elements share one place in memory")
-        self._request(path, tag, content, template.detach())
+        try:
+            found = self._resharder.describe(path, template)
+        except ValueError as error:
+            return self._fault(path, f"the template {error}")
+        dtype = str(template.dtype).removeprefix("torch.")
+        shape = tuple(template.shape) if found is None else found.shape
+        stored = self._shape_of(tag, content)
+        if stored is not None and stored != (dtype, shape):
+            told, have = f"{dtype} {list(shape)}", self._describe(node, path)
+            return self._fault(path, f"expected {told}, stored is {have}; nothing is cast or reshaped")
+        for part in [template] if found is None else [piece.tensor for piece in found.pieces]:
+            if any(size > 1 and step == 0 for size, step in zip(part.shape, part.stride(), strict=True)):
+                why = "the template is an expanded tensor: several elements share one place in memory"
+                return self._fault(path, why)
+        pieces = None if found is None else [Piece(offsets, part.detach()) for offsets, part in found.pieces]
+        self._request(path, tag, content, template.detach(), pieces)
         return lambda: template
+
+    def _shape_of(self, tag: str, content: Any) -> tuple[str, tuple[int, ...]] | None:
+        """Dtype and shape of a leaf; None where there is no such leaf."""
+        if tag == "sharded":
+            return content["dtype"], tuple(content["shape"])
+        view = self._tensors[content] if content < len(self._tensors) else None
+        return None if view is None else (view.dtype, view.shape)
 
     def _array(self, node: Json, template: np.ndarray[Any, Any], path: str) -> Finish:
         tag, content = self._tag(node, path)
@@ -194,9 +239,7 @@ class _Merger:
         return lambda: build_sequence(tag, content, [part() for part in parts], path)
 
     def _leaf(self, node: Json, template: Any, path: str) -> Finish:
-        if isinstance(node, list) or (
-            isinstance(node, dict) and tag_of(node, path)[0] in (*CONTAINERS, "tensor", "array")
-        ):
+        if isinstance(node, list) or (isinstance(node, dict) and tag_of(node, path)[0] in (*CONTAINERS, *LEAF_TAGS)):
             return self._fault(path, f"expected {describe(template)}, stored is {self._describe(node, path)}")
         value = decode(node, path, _no_tensor)
         numbers = (int, float)
@@ -229,36 +272,58 @@ class _Merger:
 
         return load
 
-    def _optimizer(self, node: Json, template: torch.optim.Optimizer, path: str) -> Finish:
+    def _optimizer(self, node: Json, template: torch.optim.Optimizer | OptimizerByName, path: str) -> Finish:
         pairs = self._pairs(node, path)
         if pairs is None or set(pairs) != {"state", "param_groups"}:
             return self._fault(path, f"expected an optimizer's state, stored is {self._describe(node, path)}")
         live = template.state_dict()
         self._compare_groups(pairs["param_groups"], live["param_groups"], f"{path}.param_groups")
         stored_state = self._pairs(pairs["state"], f"{path}.state") or {}
+        own = template.optimizer if isinstance(template, OptimizerByName) else template
+        parameters = [parameter for group in own.param_groups for parameter in group["params"]]
+        keys = [key for group in live["param_groups"] for key in group["params"]]
+        parameter_of = dict(zip(keys, parameters, strict=True))
         state: dict[int | str, Finish] = {}
         for key, part in stored_state.items():
             # What is live already is filled in place; what is not there yet is made.
-            state[key] = self._entry(part, live["state"].get(key), f"{path}.state.{key}")
+            state[key] = self._entry(part, live["state"].get(key), f"{path}.state.{key}", parameter_of.get(key))
         groups = self._everything(pairs["param_groups"], f"{path}.param_groups")
 
         def load() -> Any:
             loaded = {"state": {key: part() for key, part in state.items()}, "param_groups": groups()}
-            load_optimizer(template, loaded)
+            if isinstance(template, OptimizerByName):
+                template.load_state_dict(loaded)
+            else:
+                load_optimizer(template, loaded)
             return template
 
         return load
 
-    def _entry(self, node: Json, live: Any, path: str) -> Finish:
-        """State of one parameter: each tensor into the live one of that name, everything else as stored."""
+    def _entry(self, node: Json, live: Any, path: str, parameter: torch.Tensor | None) -> Finish:
+        """State of one parameter: each tensor into the live one of that name, everything else as stored.
+
+        What is not there yet and belongs to a sharded parameter is made to lie as that does.
+        """
         pairs = self._pairs(node, path)
-        if pairs is None or not isinstance(live, dict):
+        if pairs is None:
             return self._everything(node, path)
         parts = {}
         for key, part in pairs.items():
-            inner = live.get(key)
-            parts[key] = self.merge(part, inner if isinstance(inner, torch.Tensor) else None, f"{path}.{key}")
+            inner = live.get(key) if isinstance(live, dict) else None
+            if not isinstance(inner, torch.Tensor):
+                inner = self._made_like(part, parameter, f"{path}.{key}")
+            parts[key] = self.merge(part, inner, f"{path}.{key}")
         return lambda: {key: part() for key, part in parts.items()}
+
+    def _made_like(self, node: Json, parameter: torch.Tensor | None, path: str) -> torch.Tensor | None:
+        tag, content = self._tag(node, path)
+        if parameter is None or not is_dtensor(parameter) or tag not in ("tensor", "sharded"):
+            return None
+        stored = self._shape_of(tag, content)
+        if stored is None or (tag == "tensor" and stored[1] != tuple(parameter.shape)):
+            return None  # such as a count of steps
+        note = tuple(content["placements"]) if tag == "sharded" else ()
+        return empty_like(parameter, stored[1], torch_dtype(stored[0]), note)
 
     def _compare_groups(self, node: Json, live: list[dict[str, Any]], path: str) -> None:
         stored = [self._pairs(part, path) for part in node] if isinstance(node, list) else []
@@ -267,15 +332,24 @@ class _Merger:
             return
         for index, (group, own) in enumerate(zip(stored, live, strict=True)):
             params = (group or {}).get("params")
-            count = len(params) if isinstance(params, list) else 0
-            if count != len(own["params"]):
-                self._fault(f"{path}.{index}", f"expected {len(own['params'])} parameters, stored are {count}")
+            self._compare_params(params if isinstance(params, list) else [], own["params"], f"{path}.{index}")
             # A scheduler adds keys to the groups, so only what this optimizer needs must be there.
             missing = [key for key in own if key not in (group or {}) and key != "initial_lr"]
             if missing and self._strict:
                 self._fault(
                     f"{path}.{index}", f"missing in the checkpoint: {', '.join(missing)}; is it another optimizer?"
                 )
+
+    def _compare_params(self, stored: list[Any], own: list[int | str], path: str) -> None:
+        if any(isinstance(key, str) for key in (*stored, *own)):
+            for key in own:
+                if key not in stored:
+                    self._fault(f"{path}.params", f"{key!r} is missing in the checkpoint")
+            for key in stored:
+                if key not in own:
+                    self._fault(f"{path}.params", f"{key!r} is unexpected: in the checkpoint, not in the template")
+        elif len(stored) != len(own):
+            self._fault(path, f"expected {len(own)} parameters, stored are {len(stored)}")
 
     def _object(self, node: Json, template: Any, path: str) -> Finish:
         """An object knows its own state; only the names at the top are compared, where it has some already."""
@@ -309,13 +383,11 @@ class _Merger:
         if not isinstance(node, dict):
             return describe(node)
         tag, content = tag_of(node, path)
-        if tag in ("tensor", "array") and content < len(self._tensors):
-            view = self._tensors[content]
-            return f"{view.dtype} {list(view.shape)}"
-        return f"a {tag}"
+        stored = self._shape_of(tag, content) if tag in LEAF_TAGS else None
+        return f"a {tag}" if stored is None else f"{stored[0]} {list(stored[1])}"
 
 
-def _no_tensor(path: str, tag: str, number: int) -> Any:
+def _no_tensor(path: str, tag: str, content: Any) -> Any:
     raise BadValueError(f"{path}: unexpected {tag}")
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ckptplan.state.resharder import local_of
+
 _COMPILED_PREFIX = "_orig_mod."
 
 
@@ -46,12 +48,14 @@ def fills_in_place(module: torch.nn.Module, state: dict[str, Any]) -> bool:
 
     Not so for extra state, for hooks and own methods that want to see the load, and for a state made of copies.
     """
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
-    if not all(
-        isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in own for value in state.values()
-    ):
+    own = {_place_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    if not all(isinstance(value, torch.Tensor) and _place_of(value) in own for value in state.values()):
         return False
     return all(not _watches_loading(part) for part in module.modules())
+
+
+def _place_of(tensor: torch.Tensor) -> int:
+    return local_of(tensor).untyped_storage().data_ptr()
 
 
 def _watches_loading(module: torch.nn.Module) -> bool:
@@ -62,7 +66,9 @@ def _watches_loading(module: torch.nn.Module) -> bool:
     load = kind._load_from_state_dict
     if load is not torch.nn.Module._load_from_state_dict and not load.__module__.startswith("torch.nn."):
         return True
-    return bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
+    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
+    # FSDP's hook brings the parameters into their sharded form, which taking the state has done.
+    return not all(getattr(hook, "__module__", "").startswith("torch.distributed.fsdp.") for hook in hooks)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import xxhash
@@ -26,6 +27,8 @@ _SPARSE_SHARE = 0.5  # of a file's bytes; below, read-ahead is switched off
 
 Use = Callable[[int, int, memoryview], None]
 """(span, offset in the span, bytes read) -> None; from several threads."""
+Ranges = Mapping[int, Sequence[tuple[int, int]]]
+"""span -> (first byte, one behind the last) in it."""
 Target = Callable[[int], "memoryview | None"]
 """span -> the memory to read it into, or None for a buffer of the reader."""
 
@@ -54,6 +57,7 @@ def read_spans(
     target: Target,
     use: Use | None = None,
     check: bool = True,
+    ranges: Ranges = MappingProxyType({}),
 ) -> list[str]:
     """Reads the wanted spans of one rank; returns what is wrong, one sentence each (a checksum, a missing file, ...).
 
@@ -61,6 +65,7 @@ def read_spans(
         folder: of the checkpoint, relative to the storage's location.
         target: where the bytes go. Without memory for a span they pass through a buffer, for `use` to look at.
         check: compare the checksums (and the header's).
+        ranges: only these bytes of a span, which is then no more than checked.
     """
     by_file: dict[int, list[int]] = {}
     for span in sorted(set(wanted), key=lambda span: (part.spans[span].file, part.spans[span].offset_bytes)):
@@ -69,8 +74,9 @@ def read_spans(
     readers = []
     work: list[tuple[_Reader, list[_Run]]] = []
     for number, spans in by_file.items():
-        batches = list(_batches(_runs(part, spans, part.chunk_bytes if check else _PIECE_BYTES)))
-        sparse = sum(part.spans[span].size_bytes for span in spans) < _SPARSE_SHARE * part.files[number].size_bytes
+        batches = list(_batches(_runs(part, spans, _step_bytes(part, check), ranges)))
+        wanted_bytes = sum(run.size_bytes for batch in batches for run in batch)
+        sparse = wanted_bytes < _SPARSE_SHARE * part.files[number].size_bytes
         file = _OpenFile(storage, folder, part.files[number], users=max(1, len(batches)), sparse=sparse, check=check)
         readers.append(_Reader(part, file, target, use, check, buffers))
         work += [(readers[-1], batch) for batch in batches or [[]]]
@@ -150,7 +156,12 @@ class _OpenFile:
             self._state = "closed"
 
 
-def _runs(part: RankPart, spans: Sequence[int], most_bytes: int) -> Iterator[_Run]:
+def _step_bytes(part: RankPart, check: bool) -> int:
+    """Of one read of a big span: about 1 MiB in whole chunks, hashed while it is in the cache."""
+    return max(1, _RUN_BYTES // part.chunk_bytes) * part.chunk_bytes if check else _PIECE_BYTES
+
+
+def _runs(part: RankPart, spans: Sequence[int], most_bytes: int, ranges: Ranges) -> Iterator[_Run]:
     """Neighbouring small spans in one run; a big span in runs of its own, of `most_bytes` each."""
     pieces: list[tuple[int, int, int]] = []
     start = end = 0
@@ -158,12 +169,17 @@ def _runs(part: RankPart, spans: Sequence[int], most_bytes: int) -> Iterator[_Ru
         stored = part.spans[span]
         if stored.size_bytes == 0:
             continue
+        chunks = _whole_chunks(ranges[span], part.chunk_bytes, stored.size_bytes) if span in ranges else None
+        if chunks is not None and chunks != [(0, stored.size_bytes)]:
+            for start, stop in chunks:
+                yield from _runs_of_one(part, span, most_bytes, start, stop)
+            continue
         fits = stored.offset_bytes == end and stored.offset_bytes + stored.size_bytes - start <= _RUN_BYTES
         if pieces and not fits:
             yield _Run(start, end - start, tuple(pieces))
             pieces = []
         if stored.size_bytes > _RUN_BYTES:
-            yield from _runs_of_one(part, span, most_bytes)
+            yield from _runs_of_one(part, span, most_bytes, 0, stored.size_bytes)
             continue
         if not pieces:
             start = stored.offset_bytes
@@ -173,11 +189,59 @@ def _runs(part: RankPart, spans: Sequence[int], most_bytes: int) -> Iterator[_Ru
         yield _Run(start, end - start, tuple(pieces))
 
 
-def _runs_of_one(part: RankPart, span: int, most_bytes: int) -> Iterator[_Run]:
+def _runs_of_one(part: RankPart, span: int, most_bytes: int, first: int, last: int) -> Iterator[_Run]:
     stored = part.spans[span]
-    for start in range(0, stored.size_bytes, most_bytes):
-        size = min(most_bytes, stored.size_bytes - start)
+    for start in range(first, last, most_bytes):
+        size = min(most_bytes, last - start)
         yield _Run(stored.offset_bytes + start, size, ((span, start, size),))
+
+
+def _whole_chunks(ranges: Sequence[tuple[int, int]], chunk_bytes: int, size_bytes: int) -> list[tuple[int, int]]:
+    """The chunks that cover these ranges, neighbours joined, none twice."""
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        start, stop = first // chunk_bytes * chunk_bytes, min(-(-last // chunk_bytes) * chunk_bytes, size_bytes)
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def read_pieces(
+    storage: Storage, folder: str, part: RankPart, pieces: Sequence[tuple[int, int, memoryview]]
+) -> list[str]:
+    """Fills memory from places within spans: (span, offset in the span, memory). What is read has been checked before.
+
+    Returns what could not be read, one sentence each.
+    """
+    by_file: dict[int, list[tuple[int, int, memoryview]]] = {}
+    for span, offset, memory in sorted(pieces, key=lambda piece: piece[:2]):
+        by_file.setdefault(part.spans[span].file, []).append((span, offset, memory))
+    files, work = [], []
+    for number, found in by_file.items():
+        wanted_bytes = sum(len(memory) for _, _, memory in found)
+        sparse = wanted_bytes < _SPARSE_SHARE * part.files[number].size_bytes
+        file = _OpenFile(storage, folder, part.files[number], users=len(found), sparse=sparse, check=False)
+        files.append(file)
+        work += [(file, part.spans[span].offset_bytes + offset, memory) for span, offset, memory in found]
+
+    def read(piece: tuple[_OpenFile, int, memoryview]) -> None:
+        file, offset, memory = piece
+        with file.use() as read_into:
+            if read_into is None:
+                return
+            try:
+                read_into(offset, memory)
+            except OSError as error:
+                file.faults.append(f"{file.stored.name}: cannot read at {offset}: {error.strerror or error}")
+
+    try:
+        run_all(read, work, num_threads())
+    finally:
+        for file in files:
+            file.close()
+    return [fault for file in files for fault in file.faults]
 
 
 def _batches(runs: Iterable[_Run]) -> Iterator[list[_Run]]:

@@ -95,9 +95,9 @@ class SpanFinder:
 
 def _signature_of(leaf: Leaf) -> Any:
     """What must be equal for a leaf to lie where it lay before."""
-    item, name, value = leaf
+    item, name, value, shard = leaf
     if not isinstance(value, torch.Tensor):
-        return item, name, value.dtype.str, value.shape
+        return item, name, value.dtype.str, value.shape, shard
     return (
         item,
         name,
@@ -111,6 +111,7 @@ def _signature_of(leaf: Leaf) -> Any:
         value.is_neg(),
         type(value),
         value.get_device(),
+        shard,
     )
 
 
@@ -212,6 +213,7 @@ def _view(placed: _Placed, span: int, start: int | None = None) -> View:
         stride=None if start is None else tuple(tensor.stride()),
         is_parameter=isinstance(value, torch.nn.Parameter),
         requires_grad=value.requires_grad and value.is_leaf,
+        shard=placed.leaf.shard,
     )
 
 

@@ -17,6 +17,7 @@ class BadValueError(ValueError):
 
 _LEAVES = ("int", "float", "bytes", "enum", "dtype", "numpy_dtype", "device", "numpy")
 CONTAINERS = ("dict", "items", "ordered", "counter", "tuple", "size", "namedtuple")
+LEAF_TAGS = ("tensor", "array", "sharded")  # what has bytes in the files
 MAPPINGS = ("dict", "items", "ordered", "counter")
 
 
@@ -28,6 +29,8 @@ def tag_of(node: Json, path: str) -> tuple[str, Any]:
     expected: Any
     if tag in ("tensor", "array"):
         expected, form = type(content) is int and content >= 0, "a leaf number"
+    elif tag == "sharded":
+        expected, form = _is_sharded(content), "number, dtype, shape, mesh and placements"
     elif tag == "dict":
         expected, form = isinstance(content, dict), "an object"
     elif tag in ("items", "ordered", "counter"):
@@ -47,6 +50,18 @@ def tag_of(node: Json, path: str) -> tuple[str, Any]:
     if not expected:
         raise BadValueError(f"{path}: {tag} needs {form}, found {content!r:.80}")
     return tag, content
+
+
+def _is_sharded(content: Any) -> bool:
+    if not isinstance(content, dict) or not {"number", "dtype", "shape", "mesh", "placements"} <= set(content):
+        return False
+    counts = [content["number"], *content["shape"], *content["mesh"]]
+    return (
+        all(isinstance(content[key], list) and len(content[key]) <= 64 for key in ("shape", "mesh", "placements"))
+        and all(type(count) is int and 0 <= count < 2**62 for count in counts)
+        and all(isinstance(text, str) for text in (content["dtype"], *content["placements"]))
+        and all(isinstance(content.get(key, False), bool) for key in ("parameter", "requires_grad"))
+    )
 
 
 def pairs_of(tag: str, content: Any, path: str) -> list[tuple[int | str, Json]]:

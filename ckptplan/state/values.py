@@ -24,30 +24,51 @@ import numpy as np
 import torch
 
 from ckptplan.state.objects import state_of
-from ckptplan.state.tree import CONTAINERS, MAPPINGS, MAX_DEPTH, BadValueError, Json, pairs_of, tag_of
+from ckptplan.state.resharder import DefaultResharder, Resharder, Sharded, is_dtensor
+from ckptplan.state.tree import CONTAINERS, LEAF_TAGS, MAPPINGS, MAX_DEPTH, BadValueError, Json, pairs_of, tag_of
 
 _SMALL_INT = 2**63
 _TAG_OF_DICT: Mapping[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 
 
+Shard = tuple[int, tuple[int, ...]]
+"""Number of a sharded tensor, and where a part of it begins."""
+
+
 class Leaf(NamedTuple):
-    """A tensor or array of the payload: the item it belongs to and its name within ("layers.0.weight")."""
+    """A tensor or array of the payload: the item it belongs to and its name within ("layers.0.weight").
+
+    With `shard` it is a part of a sharded tensor.
+    """
 
     item: str
     name: str
     value: torch.Tensor | np.ndarray[Any, Any]
+    shard: Shard | None = None
+
+
+class ShardedLeaf(NamedTuple):
+    """A tensor of the payload that several ranks hold together; its place in the list is its number."""
+
+    item: str
+    name: str
+    dtype: torch.dtype
+    sharded: Sharded
 
 
 @dataclass
 class Encoder:
     """Turns the values of one item into typed JSON; collects the tensors and the faults met on the way.
 
-    One list of leaves and one of faults may serve the encoders of all items.
+    One list of leaves, of sharded tensors and of faults may serve the encoders of all items. Without a resharder a
+    sharded tensor is a fault.
     """
 
     item: str
     leaves: list[Leaf] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    resharder: Resharder | None = None
+    sharded: dict[Any, ShardedLeaf] = field(default_factory=dict)  # by what tells one tensor from another
     _open: set[int] = field(default_factory=set)
 
     def encode(self, value: Any, path: str) -> Json:
@@ -84,11 +105,26 @@ class Encoder:
         self.faults.append(f"{path}: {kind.__module__}.{kind.__qualname__} {why}")
 
     def _tensor(self, value: torch.Tensor, path: str) -> Json:
+        if self.resharder is not None and (is_dtensor(value) or type(self.resharder) is not DefaultResharder):
+            try:
+                found = self.resharder.describe(path, value)
+            except ValueError as error:
+                return self._refuse(path, value, str(error))
+            if found is not None:
+                return self._sharded(value, found, path)
         why = why_not_saveable(value)
         if why:
             return self._refuse(path, value, why)
         self.leaves.append(Leaf(self.item, path[len(self.item) + 1 :], value))
         return {"tensor": len(self.leaves) - 1}
+
+    def _sharded(self, value: torch.Tensor, found: Sharded, path: str) -> Json:
+        key = path if found.identity is None else found.identity, found.shape, value.dtype, found.holders, found.note
+        leaf = ShardedLeaf(self.item, path[len(self.item) + 1 :], value.dtype, found)
+        first = self.sharded.setdefault(key, leaf)
+        number = len(self.sharded) - 1 if first is leaf else list(self.sharded).index(key)
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        return sharded_node(number, value.dtype, found, is_parameter, value.requires_grad and value.is_leaf)
 
     def _enum(self, value: enum.Enum, path: str) -> Json:
         kind = type(value)
@@ -167,9 +203,20 @@ def has_state(value: Any) -> bool:
     return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
 
 
+def sharded_node(number: int, dtype: torch.dtype, found: Sharded, is_parameter: bool, requires_grad: bool) -> Json:
+    """The leaf of a tree that stands for a sharded tensor."""
+    content = {"number": number, "dtype": str(dtype).removeprefix("torch."), "shape": list(found.shape)}
+    content |= {"mesh": list(found.note[0]), "placements": list(found.note[1])}
+    if is_parameter or requires_grad:
+        content |= {"parameter": is_parameter, "requires_grad": requires_grad}
+    return {"sharded": content}
+
+
 def why_not_saveable(value: torch.Tensor) -> str | None:
     """The reason why this tensor cannot be stored exactly, or None."""
     if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
+        if is_dtensor(value):
+            return 'is a DTensor in an item of scope="per_rank"; put it into an item of scope="global"'
         return "is a tensor subclass that is not saved; save the plain tensors that it is made of"
     if value.layout is not torch.strided:
         return f"with layout {value.layout} is not saved; save its indices and values, or to_dense()"
@@ -192,8 +239,8 @@ def _find_class(module: str, qualname: str) -> type | None:
     return found if isinstance(found, type) else None
 
 
-Fetch = Callable[[str, str, int], Any]
-"""(path, "tensor" or "array", leaf number) -> the value."""
+Fetch = Callable[[str, str, Any], Any]
+"""(path, "tensor", "array" or "sharded", what the node says: a leaf number, or the sharded tensor) -> the value."""
 
 
 def decode(node: Json, path: str, fetch: Fetch, depth: int = 0) -> Any:
@@ -205,7 +252,7 @@ def decode(node: Json, path: str, fetch: Fetch, depth: int = 0) -> Any:
     if isinstance(node, list):
         return [decode(part, f"{path}.{index}", fetch, depth + 1) for index, part in enumerate(node)]
     tag, content = tag_of(node, path)
-    if tag in ("tensor", "array"):
+    if tag in LEAF_TAGS:
         return fetch(path, tag, content)
     if tag in CONTAINERS:
         return _decode_container(tag, content, path, fetch, depth)

@@ -1,0 +1,227 @@
+"""Tensors that are stored in parts, or wanted in parts: which bytes of which files a rank needs, read and put in place.
+
+A stored tensor is a list of parts, each a box of the whole somewhere in a file; a plain one is its own only part. What
+is wanted is a list of pieces of memory, each a box too. Where two boxes meet, bytes are copied: straight from the file
+where they follow each other on both sides, else through a buffer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from ckptplan.state import reading
+from ckptplan.state.boxes import BoxIndex
+from ckptplan.state.manifest import DTYPE_BYTES, Manifest, RankPart, View
+from ckptplan.state.resharder import Piece
+from ckptplan.state.storage import Storage
+from ckptplan.state.tree import BadValueError, Json
+from ckptplan.state.values import torch_dtype
+from ckptplan.units import MIB
+
+_PASS_BYTES = 64 * MIB  # of buffers at a time
+_SLICE_BYTES = 16 * MIB  # read at once
+
+
+class Part(NamedTuple):
+    """Where a part of a tensor is stored, and where it begins in the whole."""
+
+    part: RankPart
+    view: View
+    offsets: tuple[int, ...]
+
+
+class StoredTensor:
+    """A tensor as it is stored, in one part or in many."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, parts: Sequence[Part]) -> None:
+        self.shape, self.dtype, self.parts = shape, dtype, parts
+        self.index = BoxIndex([part.offsets for part in parts], [part.view.shape for part in parts], len(shape))
+        self._same_bytes: tuple[object, ...] | None = None
+
+    @classmethod
+    def plain(cls, part: RankPart, view: View) -> StoredTensor:
+        """One that is stored as a whole."""
+        return cls(view.shape, view.dtype, [Part(part, view, (0,) * len(view.shape))])
+
+    def same_bytes(self) -> tuple[object, ...]:
+        """Equal for two tensors that are stored once."""
+        if self._same_bytes is None:
+            self._same_bytes = tuple(
+                (part.part.rank, part.view.span, part.view.offset_bytes, part.view.stride, part.offsets)
+                for part in self.parts
+            )
+        return self._same_bytes
+
+
+class ShardedTensors:
+    """The sharded tensors of a checkpoint, by number."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._parts: dict[int, list[Part]] = {}
+        for part in manifest.ranks:
+            for view in part.tensors:
+                if view.shard is not None:
+                    number, offsets = view.shard
+                    self._parts.setdefault(number, []).append(Part(part, view, offsets))
+        self._found: dict[int, StoredTensor] = {}
+
+    def of(self, content: Json, path: str) -> StoredTensor:
+        """The tensor that the leaf of a tree means. Raises BadValueError unless its parts are exactly the whole."""
+        number, shape, dtype = content["number"], tuple(content["shape"]), content["dtype"]
+        if number not in self._found:
+            self._found[number] = StoredTensor(shape, dtype, self._parts.get(number, []))
+        found = self._found[number]
+        fits = all(part.view.dtype == dtype and len(part.offsets) == len(shape) for part in found.parts)
+        if dtype not in DTYPE_BYTES or found.shape != shape or not fits:
+            raise BadValueError(f"{path}: the parts of sharded tensor {number} are not parts of {dtype} {list(shape)}")
+        if not found.index.lie_within(shape) or found.index.total() != prod(shape):
+            stored = found.index.total()
+            raise BadValueError(
+                f"{path}: {stored} elements are stored for {dtype} {list(shape)}, which has {prod(shape)}"
+            )
+        return found
+
+
+@dataclass
+class _Slice:
+    """A box of a stored part, and the memory of the same shape that it belongs into."""
+
+    part: RankPart
+    span: int
+    first: int  # byte of the span
+    last: int  # one behind
+    dtype: str
+    stride: tuple[int, ...]
+    target: torch.Tensor
+
+    @property
+    def size_bytes(self) -> int:
+        return self.last - self.first
+
+    def is_direct(self) -> bool:
+        """Whether the bytes follow each other in the file as they do in the target."""
+        target = self.target
+        is_plain = target.device.type == "cpu" and target.is_contiguous() and not target.is_conj()
+        return is_plain and not target.is_neg() and _is_dense(target.shape, self.stride)
+
+
+class Slices:
+    """What one rank wants of tensors that are stored or wanted in parts: `add`, then `check`, then `fill`."""
+
+    def __init__(self, storage: Storage, folder: str) -> None:
+        self._storage, self._folder = storage, folder
+        self._slices: list[_Slice] = []
+
+    def add(self, stored: StoredTensor, pieces: Sequence[Piece]) -> None:
+        """Wants these pieces of the tensor; their memory is written by `fill`."""
+        for piece in pieces:
+            for number, offsets, sizes in stored.index.overlaps(piece.offsets, piece.tensor.shape):
+                part, view, begins = stored.parts[number]
+                target = _box_of(piece.tensor, piece.offsets, offsets, sizes)
+                within = tuple(offset - begin for offset, begin in zip(offsets, begins, strict=True))
+                self._slices += _slices(part, view, within, target)
+
+    def wanted(self) -> dict[int, tuple[RankPart, dict[int, list[tuple[int, int]]]]]:
+        """By rank that wrote them: the ranges of bytes of each span."""
+        found: dict[int, tuple[RankPart, dict[int, list[tuple[int, int]]]]] = {}
+        for each in self._slices:
+            _, ranges = found.setdefault(each.part.rank, (each.part, {}))
+            ranges.setdefault(each.span, []).append((each.first, each.last))
+        return found
+
+    def check(self) -> list[str]:
+        """Reads all chunks that hold something wanted, and compares their checksums; returns what is damaged."""
+        faults: list[str] = []
+        for part, ranges in self.wanted().values():
+            files = [part.files[number] for number in sorted({part.spans[span].file for span in ranges})]
+            missing = reading.check_sizes(self._storage, self._folder, files)
+            faults += missing or reading.read_spans(
+                self._storage, self._folder, part, ranges, target=lambda span: None, ranges=ranges
+            )
+        return faults
+
+    def fill(self) -> list[str]:
+        """Reads what is wanted into its places; returns what could not be read."""
+        faults: list[str] = []
+        for batch in _batches(self._slices):
+            pieces: dict[int, list[tuple[int, int, memoryview]]] = {}
+            buffered: list[tuple[_Slice, torch.Tensor]] = []
+            for each in batch:
+                if each.is_direct():
+                    memory = _memory(each.target.data_ptr(), each.size_bytes)
+                else:
+                    buffer = torch.empty(each.size_bytes, dtype=torch.uint8)
+                    buffered.append((each, buffer))
+                    memory = _memory(buffer.data_ptr(), each.size_bytes)
+                pieces.setdefault(each.part.rank, []).append((each.span, each.first, memory))
+            parts = {each.part.rank: each.part for each in batch}
+            for rank, wanted in pieces.items():
+                faults += reading.read_pieces(self._storage, self._folder, parts[rank], wanted)
+            for each, buffer in buffered:
+                source = torch.empty(0, dtype=torch_dtype(each.dtype))
+                each.target.copy_(source.set_(buffer.untyped_storage(), 0, each.target.shape, each.stride))
+        return faults
+
+
+def _slices(part: RankPart, view: View, start: tuple[int, ...], target: torch.Tensor) -> Iterator[_Slice]:
+    """The slices of one box of a stored part, none much longer than what is read at once."""
+    item_bytes = DTYPE_BYTES[view.dtype]
+    stride = dense_strides(view.shape) if view.stride is None else view.stride
+    first = view.offset_bytes + item_bytes * sum(map(prod, zip(start, stride, strict=True)))
+    sizes = target.shape
+    extent = item_bytes * (1 + sum((size - 1) * step for size, step in zip(sizes, stride, strict=True)))
+    if extent > _SLICE_BYTES and max(sizes) > 1:
+        dim = max((dim for dim, size in enumerate(sizes) if size > 1), key=lambda dim: stride[dim])
+        step = max(1, min(sizes[dim] // 2, _SLICE_BYTES // max(1, stride[dim] * item_bytes)))
+        for position in range(0, sizes[dim], step):
+            length = min(step, sizes[dim] - position)
+            moved = tuple(offset + position if each == dim else offset for each, offset in enumerate(start))
+            yield from _slices(part, view, moved, target.narrow(dim, position, length))
+        return
+    yield _Slice(part, view.span, first, first + extent, view.dtype, stride, target)
+
+
+def _box_of(tensor: torch.Tensor, begins: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The part of a piece's memory that is this box of the whole."""
+    for dim, (begin, offset, size) in enumerate(zip(begins, offsets, sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset - begin, size)
+    return tensor
+
+
+def _batches(slices: list[_Slice]) -> Iterator[list[_Slice]]:
+    batch: list[_Slice] = []
+    size_bytes = 0
+    for each in slices:
+        batch.append(each)
+        size_bytes += each.size_bytes
+        if size_bytes >= _PASS_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides in elements of a tensor without holes."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= max(size, 1)
+    return tuple(strides)
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    dense = dense_strides(shape)
+    return all(size == 1 or have == want for size, have, want in zip(shape, stride, dense, strict=True))
+
+
+def _memory(address: int, size_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
