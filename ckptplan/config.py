@@ -60,7 +60,9 @@ BUDGET_KEYS = (*BUDGET_KINDS, "budget")
 DEFAULT_BUDGET_FRAC = 0.5
 
 # Keys that do not change what a run computes: they stay out of the config hash.
-UNHASHED_KEYS = tuple("hydra logger resume state name output_dir sweep log_every report push_dashboard".split())
+UNHASHED_KEYS = tuple(
+    "hydra logger resume state name output_dir sweep log_every data_workers report push_dashboard".split()
+)
 UNHASHED_PROFILE_KEYS = ("cache", "options")
 
 # Groups that leave no key of their own in the composed config.
@@ -213,6 +215,7 @@ class RunConfig:
         clip_norm: largest norm of the gradient, None for no clipping.
         oom_retries: how many tighter plans a step may try after running out of memory; 0: the run ends at once.
         eval_every, log_every: in optimizer steps; ``eval_every`` None evaluates at the end only.
+        data_workers: processes that read batches ahead, 0: none.
         margin_frac: share of the budget that is not planned for; None: 0 on a CPU, 0.01 on CUDA.
         report: write report.html at the end.
         cost: what the planner minimises, "time" (measured) or "flops" (exact counts).
@@ -228,6 +231,7 @@ class RunConfig:
     oom_retries: int = 5
     eval_every: int | None = None
     log_every: int = 10
+    data_workers: int = 0
     budget: str | None = None
     budget_frac: float | None = None
     budget_bytes: int | float | str | None = None
@@ -557,6 +561,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str, object]] = {
     "accumulate": (lambda n: n >= 1, "1 or more", 1),
     "oom_retries": (lambda n: n >= 0, "0 or more", 5),
     "log_every": (lambda n: n >= 1, "1 or more", 10),
+    "data_workers": (lambda n: 0 <= n <= _MOST_THREADS, f"0 to {_MOST_THREADS}", 2),
     "eval_every": (lambda n: n >= 1, "1 or more, or null", 20),
     "clip_norm": (lambda norm: norm > 0, "a norm above 0, or null for no clipping", 1.0),
     "runtime.threads": (

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptplan.errors import CkptplanError
+from ckptplan.processes import end_with_parent
 from ckptplan.record import ErrorRecord, RunResult, load_result, write_atomic
 
 log = logging.getLogger(__name__)
@@ -25,7 +24,6 @@ EXIT_BAD_CONFIG = 2
 STOP_GRACE_S = 30.0  # what a job gets to end after a signal before it is killed
 CONSOLE_FILE = "console.log"
 LAUNCHER_VARIABLE = "CKPTPLAN_LAUNCHER_PID"  # environment of a job: who waits for it
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -134,11 +132,8 @@ def end_with_launcher() -> None:
     Without it the job would go on beside those of the sweep's next call, in the same folders.
     """
     launcher = os.environ.pop(LAUNCHER_VARIABLE, None)  # not for processes that the job starts
-    if launcher is None or sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != int(launcher):  # it died before we asked
-        os.kill(os.getpid(), signal.SIGTERM)
+    if launcher is not None:
+        end_with_parent(int(launcher), signal.SIGTERM)
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]], signal_number: int) -> None:

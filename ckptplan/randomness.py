@@ -44,6 +44,13 @@ def set_torch_state(states: list[torch.Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states[1], device)
 
 
+def seed_without_devices(seed: int) -> None:
+    """Seed Python, NumPy and torch's CPU stream; no device is touched."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
 @dataclass(frozen=True)
 class GlobalStreams:
     """Where all streams stood: Python's, NumPy's, torch's."""

@@ -27,6 +27,8 @@ from ckptplan.compiling import require_compiler
 from ckptplan.config import RunConfig, config_error, config_hash, config_yaml
 from ckptplan.curve import plan_curve
 from ckptplan.data import Batch
+from ckptplan.data.dataset import Dataset
+from ckptplan.data.loading import CAN_HAVE_WORKERS
 from ckptplan.data.spec import explain_mismatch
 from ckptplan.discovery import find_blocks
 from ckptplan.dry_run import verify_plan
@@ -259,7 +261,7 @@ class _Run:
 
     def all_stages(self) -> None:
         runtime = self.choose_runtime()
-        data = instantiate(self.config.data, "data")
+        data = self.build_data()
         model = self.build_model(data, runtime)
         batch = to_device(next(iter(data.epoch_batches(0))), runtime.device)
         self.require_fit(model, batch, runtime)
@@ -270,6 +272,8 @@ class _Run:
         static = self.count_static_bytes(model, optimizer, batch)
         schedule = self.schedule(optimizer)
         settings = self.settings(runtime)
+        if self.config.data_workers:
+            data = replace(data, workers=self.config.data_workers)  # one batch to measure with needs none
         trained = Trained(model, optimizer, make_scaler(settings), data, runtime.device)
         streams = self.go_on(trained)
         self.on_begin()
@@ -320,6 +324,15 @@ class _Run:
             except CompilerMissingError as error:
                 raise ConfigError(f"planner={self.config.planner.name}: {error}") from error
         return runtime
+
+    def build_data(self) -> Any:
+        data, workers = instantiate(self.config.data, "data"), self.config.data_workers
+        if workers and not isinstance(data, Dataset):
+            problem = f"{type(data).__name__} reads its batches by itself, it is no ckptplan.data.dataset.Dataset"
+            raise config_error("data_workers", workers, problem, remedy="data_workers=0, and workers inside your data")
+        if workers and not CAN_HAVE_WORKERS:
+            raise config_error("data_workers", workers, "this system cannot fork", remedy="data_workers=0")
+        return data
 
     def build_model(self, data: Any, runtime: Runtime) -> nn.Module:
         model: nn.Module = instantiate(self.config.model, "model")

@@ -221,10 +221,12 @@ def overrides_to_resume(
 def _require_same(found: FoundRun, resolved: Mapping[str, Any], now: Iterable[str]) -> None:
     typed = tuple(_key(text).replace("/", ".") for text in now)
     stored = _stored(found.folder)
+    known = {key.replace("/", ".") for key in flatten(stored)}  # a later version of this package may have more keys
     changed = [
         line
-        for line in (describe_changes(stored, resolved) if stored else [])
-        if (key := line.partition(":")[0]).partition(".")[0] not in UNHASHED_KEYS
+        for line in describe_changes(stored, resolved)
+        if (key := line.partition(":")[0]) in known
+        and key.partition(".")[0] not in UNHASHED_KEYS
         and not any(key == name or key.startswith(f"{name}.") for name in typed)
     ]
     if changed:

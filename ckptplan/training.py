@@ -15,8 +15,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal, Protocol
@@ -286,7 +286,9 @@ def _clip(optimizer: torch.optim.Optimizer, clip_norm: float | None) -> float:
     return float(nn.utils.clip_grad_norm_(parameters, clip_norm))
 
 
-def windows(data: TrainingData, accumulate: int, start: Position = Position()) -> Iterator[tuple[int, list[Batch]]]:
+def windows(
+    data: TrainingData, accumulate: int, start: Position = Position()
+) -> Generator[tuple[int, list[Batch]], None, None]:
     """The endless sequence of (epoch, micro-batches of one optimizer step), from where ``start`` stands.
 
     Nothing that was trained on before is read again. Micro-batches of another size than before start at the same
@@ -369,8 +371,10 @@ def train(
     optimizer.zero_grad(set_to_none=True)
     if start.evaluation_is_due:
         run.evaluate()
-    with _progress(console or Console(stderr=True), settings, start.step) as report:
-        reading = windows(data, settings.accumulate, start)
+    with (
+        _progress(console or Console(stderr=True), settings, start.step) as report,
+        closing(windows(data, settings.accumulate, start)) as reading,  # processes that read end before the last save
+    ):
         while run.step < settings.steps and not run.stop():
             row = run.do_step(reading)
             report(run.step, row)

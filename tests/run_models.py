@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from ckptplan.data import Batch
 from ckptplan.data.dataset import Dataset
+from ckptplan.data.order import epoch_order, private_generator
 from ckptplan.data.spec import DataSpec
 from ckptplan.models import GPT
 
@@ -93,6 +96,45 @@ class NoisyNet(nn.Module):
 
 SEEN: list[int] = []
 """The numbers of all samples that were read, in order."""
+
+
+class OwnLoader:
+    """The same samples by a ``DataLoader`` of the user's, with two processes."""
+
+    def __init__(self, batch_size: int = 4, num_samples: int = 103, seed: int = 0) -> None:
+        self.source = noisy_samples(batch_size, num_samples, seed)
+        self.spec, self.batch_size = self.source.spec, batch_size
+        self.batches_per_epoch = self.source.batches_per_epoch
+
+    def epoch_batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        return self._load(
+            epoch_order(self.source.num_train_samples, self.source.seed, epoch)[start * self.batch_size :]
+        )
+
+    def eval_batches(self) -> Iterator[Batch]:
+        return self._load(self.source.num_train_samples + torch.arange(self.source.num_eval_samples))
+
+    def _load(self, numbers: Tensor) -> Iterator[Batch]:
+        return iter(
+            DataLoader(
+                _Quiet(),
+                batch_sampler=numbers.split(self.batch_size),
+                collate_fn=_join,
+                num_workers=2,
+                generator=torch.Generator(),  # else each epoch draws from the global stream, and a resumed one again
+            )
+        )
+
+
+class _Quiet(torch.utils.data.Dataset):
+    def __getitem__(self, number: Tensor) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(16, generator=private_generator(int(number)))
+        return (torch.sin(number + torch.arange(16)) + 0.1 * noise).view(1, 4, 4), number % 3
+
+
+def _join(samples: list[tuple[Tensor, Tensor]]) -> Batch:
+    inputs, targets = zip(*samples, strict=True)
+    return Batch(torch.stack(inputs), torch.stack(targets))
 
 
 def noisy_samples(batch_size: int = 4, num_samples: int = 103, seed: int = 0) -> Dataset:

@@ -16,7 +16,7 @@ PACKAGE = Path(ckptplan.__file__).parent
 
 # Every file, from the ground up; "planners" is planners/__init__.py.
 ORDER = """
-errors units console config record graph options
+errors units processes console config record graph options
 randomness runtime optim trees fakes wrappers blocks memory compiling recompute replay twin subject profiles selective
 stages
 signatures operators larger_inputs
@@ -26,7 +26,7 @@ planners.options planners.stairs planners.stretches planners.nested planners.mil
 planners.compiled planners.budgets planners.reasons planners
 curve certificate explanation
 validate apply dry_run proof equality benchmark budget autofit
-data.spec data.checks data.order data data.dataset data.digits data.images data.text data.tokens
+data.spec data.checks data.order data data.loading data.dataset data.digits data.images data.text data.tokens
 models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models.hf models
 profile_cache other_trackers tracking stopping training recovery runs resuming jobs sweep_table sweep_tracking
 dashboards sweeps
@@ -37,7 +37,7 @@ run_records run_profile run cli __main__
 
 # What plans, checks and reports without a model at hand.
 TORCH_FREE = """
-errors units console config targets record graph options profiles selective plan gaps simulate check planners
+errors units processes console config targets record graph options profiles selective plan gaps simulate check planners
 planners.tables planners.heuristic planners.fixed planners.flat planners.options planners.stairs planners.stretches
 planners.nested planners.milp planners.compiled planners.budgets planners.reasons curve certificate explanation
 data.spec runs jobs sweep_table sweeps report report.tables report.records report.steps report.figures

@@ -171,6 +171,33 @@ class TestTheSameRun:
             assert part.result["training"]["first_loss"] == whole.result["training"]["first_loss"]
             assert part.result["training"]["last_loss"] == whole.result["training"]["last_loss"]
 
+    @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+    def test_other_processes_may_read_the_data_and_their_number_may_change(self, run: Run) -> None:
+        whole = run("steps=20")
+        part = run("steps=20", "data_workers=2", stop_at=7)
+        assert part.seen == []  # nothing of the training was read by this process
+        digest = part.result["plan"]["digest"]
+        part = run("steps=20", "data_workers=0", resume=part.folder, stop_at=9)
+        assert part.result["plan"]["digest"] == digest
+        part = run("steps=20", "data_workers=1", resume=part.folder)
+        assert (part.code, part.rows) == (0, whole.rows)
+        assert_same(part.weights, whole.weights)
+        mine, right = part.state(20), whole.state(20)
+        for item in TRAINED:
+            assert_same(mine[item], right[item], item)
+
+    @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+    def test_data_that_starts_processes_of_its_own_goes_on_to_the_bit(self, run: Run) -> None:
+        own = tuple(text.replace("noisy_samples", "OwnLoader") for text in NOISY)
+        whole = run("steps=20", base=own)
+        part = run("steps=20", base=own, stop_at=7)
+        part = run("steps=20", base=own, resume=part.folder, stop_at=14)
+        part = run("steps=20", base=own, resume=part.folder)
+        assert (part.code, part.rows) == (0, whole.rows)
+        assert_same(part.weights, whole.weights)
+        with pytest.raises(ConfigError, match=r"data_workers=2: OwnLoader reads its batches by itself"):
+            run("steps=20", "data_workers=2", base=own)
+
     @pytest.mark.parametrize(
         "changed",
         [("eval_every=7", "log_every=1"), ("state=off",), ("state.every=1", "state=sync"), ("state.every=3",)],

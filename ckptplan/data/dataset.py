@@ -10,8 +10,11 @@ from torch import Tensor
 
 from ckptplan.data import Batch
 from ckptplan.data.checks import require_int
-from ckptplan.data.order import epoch_order
+from ckptplan.data.loading import CAN_HAVE_WORKERS, Place, read_batches
+from ckptplan.data.order import epoch_order, mixed_seed
 from ckptplan.data.spec import DataSpec
+
+_EVALUATION = -1  # stands for the epoch there
 
 
 @dataclass(frozen=True)
@@ -20,9 +23,12 @@ class Dataset:
 
     Attributes:
         spec: the form of a batch.
-        read: (int64 sample numbers) -> Batch of these samples, in this order; the same numbers give the same batch.
+        read: (int64 sample numbers) -> Batch of these samples, in this order. It may draw from the global random
+            streams of Python, NumPy and torch: they are seeded for each batch (``loading.py``).
         batch_size: samples per micro-batch; the last one of an epoch holds what is left.
         seed: with the epoch, decides the order of the training samples.
+        workers: processes that read batches ahead; 0: each is read in this process when it is asked for. The batches
+            are the same.
     """
 
     spec: DataSpec
@@ -31,11 +37,14 @@ class Dataset:
     num_eval_samples: int
     batch_size: int
     seed: int = 0
+    workers: int = 0
 
     def __post_init__(self) -> None:
         require_int("batch_size", self.batch_size)
         require_int("num_train_samples", self.num_train_samples)
         require_int("num_eval_samples", self.num_eval_samples, minimum=0)
+        if require_int("workers", self.workers, minimum=0) and not CAN_HAVE_WORKERS:
+            raise ValueError(f"workers={self.workers}; this system cannot fork processes: expected 0")
 
     @property
     def batches_per_epoch(self) -> int:
@@ -53,12 +62,16 @@ class Dataset:
                 f"start={start}; an epoch has {self.batches_per_epoch} batches, expected 0 <= start <= that"
             )
         order = epoch_order(self.num_train_samples, self.seed, epoch)
-        return self._batches(order[start * self.batch_size + require_int("skip", skip, minimum=0) :])
+        return self._batches(order, epoch, start * self.batch_size + require_int("skip", skip, minimum=0))
 
     def eval_batches(self) -> Iterator[Batch]:
         """All evaluation samples, always in the same order."""
-        return self._batches(torch.arange(self.num_train_samples, self.num_train_samples + self.num_eval_samples))
+        numbers = torch.arange(self.num_train_samples, self.num_train_samples + self.num_eval_samples)
+        return self._batches(numbers, _EVALUATION)
 
-    def _batches(self, numbers: Tensor) -> Iterator[Batch]:
-        firsts = range(0, len(numbers), self.batch_size)
-        return (self.read(numbers[first : first + self.batch_size]) for first in firsts)
+    def _batches(self, order: Tensor, epoch: int, first: int = 0) -> Iterator[Batch]:
+        firsts = range(first, len(order), self.batch_size)
+        places = (
+            Place(order[place : place + self.batch_size], mixed_seed(self.seed, epoch, place)) for place in firsts
+        )
+        return read_batches(self.read, places, min(self.workers, len(firsts)))

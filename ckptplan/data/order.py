@@ -9,12 +9,17 @@ from torch import Tensor
 
 
 def private_generator(*numbers: int) -> torch.Generator:
-    """A CPU generator seeded from all ``numbers`` together; torch's global generator is not touched.
+    """A CPU generator seeded from all ``numbers`` together; torch's global generator is not touched."""
+    return torch.Generator().manual_seed(mixed_seed(*numbers))
 
-    The numbers are hashed and not added: with a sum, epoch 1 of seed 0 would be epoch 0 of seed 1.
+
+def mixed_seed(*numbers: int) -> int:
+    """One seed (0 .. 2**64 - 1) of all ``numbers`` together.
+
+    They are hashed and not added: with a sum, epoch 1 of seed 0 would be epoch 0 of seed 1.
     """
     digest = hashlib.blake2b(",".join(str(int(number)) for number in numbers).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return int.from_bytes(digest, "little")
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
