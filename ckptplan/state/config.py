@@ -65,8 +65,8 @@ class ManagerConfig:
         if isinstance(self.storage, Storage):
             return self.storage
         if self.storage is not None:
-            return self.storage.open()
-        return None if self.location is None else open_location(self.location)
+            return self.storage.open(self.timeout_s)
+        return None if self.location is None else open_location(self.location, self.timeout_s)
 
     @classmethod
     def with_async_save(cls, **settings: Any) -> ManagerConfig:
@@ -79,8 +79,8 @@ class ManagerConfig:
         return cls(mode="sync", **settings)
 
 
-def open_location(location: str | os.PathLike[str]) -> Storage:
+def open_location(location: str | os.PathLike[str], timeout_s: float = 600.0) -> Storage:
     """The storage of a folder or URL."""
     if isinstance(location, str):
-        return StorageConfig(location).open()
+        return StorageConfig(location).open(timeout_s)
     return LocalStorage(location)

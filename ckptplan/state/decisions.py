@@ -52,14 +52,14 @@ def decide(
     }
     good = [info for info in kept if not info.damage]
     new = CheckpointInfo(name, sequence, step_of(name), 0.0, 0, world_size, (), dict(metrics))
-    attempts_of_pending = {job.attempt for job in pending}
+    pending_attempts = [job.attempt.rpartition("-")[2] for job in pending]  # unique; part of every name that they use
     return {
         "id": name,
         "attempt": attempt,
         "head": head,
         "supersede": [*(info.checkpoint_id for info in newer), *_half_deleted(name, folder)],
         "delete": retention.needless([*good, new]),
-        "clean_up": [left for left in folder.left_overs() if left not in attempts_of_pending],
+        "clean_up": [left for left in folder.left_overs() if not any(part in left for part in pending_attempts)],
     }
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from ckptplan.errors import CheckpointNotFoundError, DamagedCheckpointError, StateError
 from ckptplan.state import reading
-from ckptplan.state.ids import ATTEMPT_PREFIX, MANIFEST, TRASH_PREFIX, is_name, step_of
+from ckptplan.state.ids import MANIFEST, is_name, step_of
 from ckptplan.state.manifest import MOST_MANIFEST_BYTES, Manifest, parse_manifest, parse_summary, sequence_in_damaged
+from ckptplan.state.parallel import run_all
 from ckptplan.state.storage import Storage
 
 
@@ -115,8 +116,11 @@ def _manifest_bytes(storage: Storage, folder: str) -> bytes:
     if size > MOST_MANIFEST_BYTES:
         fault = f"manifest.json has {size} bytes; at most {MOST_MANIFEST_BYTES} are read"
         raise DamagedCheckpointError(f"checkpoint {folder!r} is damaged", [fault], checkpoint_id=folder)
+    content = bytearray(size)
     try:
-        return storage.read(path)
+        with storage.reader(path) as read_into:
+            read_into(0, memoryview(content))
+        return bytes(content)
     except OSError as error:  # such as a folder that is a link
         fault = f"manifest.json cannot be read: {error}"
         raise DamagedCheckpointError(f"checkpoint {folder!r} is damaged", [fault], checkpoint_id=folder) from error
@@ -139,12 +143,15 @@ class Folder:
 
     def infos(self) -> list[CheckpointInfo]:
         """All finished checkpoints in the order of saving; those that are too damaged to be placed stand last."""
-        found = [info for name in self._candidates() if (info := self._info(name)) is not None]
-        return sorted(found, key=lambda info: (info.sequence is None, info.sequence or 0, info.time_unix_s))
+        found: list[CheckpointInfo | None] = []
+        threads = reading.FAR_THREADS if self.storage.is_far else 1
+        run_all(lambda name: found.append(self._info(name)), self._candidates(), threads)
+        good = [info for info in found if info is not None]
+        return sorted(good, key=lambda info: (info.sequence is None, info.sequence or 0, info.time_unix_s))
 
     def left_overs(self) -> list[str]:
-        """Folders of attempts that never became checkpoints, and half-deleted ones."""
-        return [name for name in self.storage.names() if name.startswith((ATTEMPT_PREFIX, TRASH_PREFIX))]
+        """Of attempts that never became checkpoints, and half-deleted ones."""
+        return self.storage.left_overs()
 
     def exists(self, checkpoint_id: str) -> bool:
         """Whether the id is taken, by a good checkpoint or a damaged one."""
@@ -175,7 +182,7 @@ class Folder:
             raise
         except StateError as error:
             return list(error.faults)
-        return reading.check_everything(self.storage, checkpoint_id, manifest.ranks)
+        return reading.check_everything(self.storage.origin, checkpoint_id, manifest.ranks)
 
     def _candidates(self) -> Iterator[str]:
         return (name for name in self.storage.names() if is_name(name) and name != "superseded")

@@ -18,6 +18,7 @@ import torch
 from ckptplan.errors import DamagedCheckpointError
 from ckptplan.state import reading
 from ckptplan.state.manifest import Manifest, RankPart, StoredItem, View
+from ckptplan.state.memory import available_bytes
 from ckptplan.state.merging import Finish, Request, merge
 from ckptplan.state.resharder import DefaultResharder, Piece, Resharder
 from ckptplan.state.slicing import ShardedTensors, Slices, StoredTensor, dense_strides
@@ -139,8 +140,9 @@ class Load:
             faults += missing
             if missing:
                 continue
+            keeps = self._storage.is_far and _fits_in_memory(sum(part.spans[span].size_bytes for span in spans))
             for span in spans:
-                if any(request.target is None for request in by_span[part.rank, span]):
+                if keeps or any(request.target is None for request in by_span[part.rank, span]):
                     self._buffers[part.rank, span] = torch.empty(part.spans[span].size_bytes, dtype=torch.uint8)
             faults += self._read(part, spans, self._buffers, check=True)
         for request, stored in self._sliced:
@@ -279,6 +281,12 @@ def _as_stored(made: torch.Tensor, is_parameter: bool, requires_grad: bool) -> t
     if is_parameter:
         return torch.nn.Parameter(made, requires_grad=requires_grad)
     return made.requires_grad_() if requires_grad else made
+
+
+def _fits_in_memory(size_bytes: int) -> bool:
+    """Whether so much can be kept from the check until it is written into the templates, and not read twice."""
+    available = available_bytes()
+    return available is None or 2 * size_bytes <= available
 
 
 def _copy_out(source: torch.Tensor, requests: list[Request]) -> None:

@@ -253,9 +253,13 @@ class CheckpointManager:
     def claim(self) -> None:
         """Takes the location for this manager now, and not with its first save.
 
-        Waits for the writer of a run that has ended. Raises FolderInUseError where another manager writes there.
+        Waits for the writer of a run that has ended. Raises FolderInUseError where another manager writes there, and
+        OSError where a storage that is far cannot be reached or written to.
         """
-        self._lock(self._own_place())
+        place = self._own_place()
+        self._lock(place)
+        if place.storage.is_far:
+            place.storage.check_access()
 
     # --- the end ---
 

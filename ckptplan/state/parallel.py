@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from typing import TypeVar
 
 Work = TypeVar("Work")
 
 
 def run_all(call: Callable[[Work], object], work: Iterable[Work], threads: int) -> None:
-    """Calls `call` with each piece of work; raises the first error, after all threads have stopped."""
-    waiting: queue.SimpleQueue[Work] = queue.SimpleQueue()
-    for piece in work:
-        waiting.put(piece)
+    """Calls `call` with each piece of work, which is asked for when a thread is free.
+
+    Raises the first error, also one of the iterator, after all threads have stopped.
+    """
+    waiting = iter(work)
+    taking = threading.Lock()
     errors: list[BaseException] = []
 
     def drain() -> None:
         try:
             while not errors:
-                call(waiting.get_nowait())
-        except queue.Empty:
-            return
+                with taking:
+                    try:
+                        piece = next(waiting)
+                    except StopIteration:
+                        return
+                call(piece)
         except BaseException as error:
             errors.append(error)
 
+    most = min(threads, len(work)) if isinstance(work, Sized) else threads
     helpers = [
-        helper
-        for helper in (threading.Thread(target=drain, daemon=True) for _ in range(min(threads, waiting.qsize()) - 1))
-        if try_start(helper)
+        helper for helper in (threading.Thread(target=drain, daemon=True) for _ in range(most - 1)) if try_start(helper)
     ]
     drain()
     for helper in helpers:

@@ -5,6 +5,7 @@ Small neighbours are fetched together, big spans chunk by chunk, on two threads 
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from ckptplan.units import MIB
 
 _RUN_BYTES = MIB  # neighbours are fetched together up to this size
 _PIECE_BYTES = 8 * MIB  # of the work of one thread; a multiple of a chunk
+FAR_THREADS = 8  # requests at a time to a storage that is far
 _SPARSE_SHARE = 0.5  # of a file's bytes; below, read-ahead is switched off
 
 Use = Callable[[int, int, memoryview], None]
@@ -67,6 +69,8 @@ def read_spans(
         check: compare the checksums (and the header's).
         ranges: only these bytes of a span, which is then no more than checked.
     """
+    least_bytes = _PIECE_BYTES if storage.is_far else _RUN_BYTES
+    most_bytes = _step_bytes(part, check, storage.is_far)
     by_file: dict[int, list[int]] = {}
     for span in sorted(set(wanted), key=lambda span: (part.spans[span].file, part.spans[span].offset_bytes)):
         by_file.setdefault(part.spans[span].file, []).append(span)
@@ -74,7 +78,7 @@ def read_spans(
     readers = []
     work: list[tuple[_Reader, list[_Run]]] = []
     for number, spans in by_file.items():
-        batches = list(_batches(_runs(part, spans, _step_bytes(part, check), ranges)))
+        batches = list(_batches(_runs(part, spans, least_bytes, most_bytes, ranges)))
         wanted_bytes = sum(run.size_bytes for batch in batches for run in batch)
         sparse = wanted_bytes < _SPARSE_SHARE * part.files[number].size_bytes
         file = _OpenFile(storage, folder, part.files[number], users=max(1, len(batches)), sparse=sparse, check=check)
@@ -82,7 +86,7 @@ def read_spans(
         work += [(readers[-1], batch) for batch in batches or [[]]]
     try:
         # One queue over all files: at the end of each file threads would wait for each other.
-        run_all(lambda piece: piece[0].read(piece[1]), work, num_threads())
+        run_all(lambda piece: piece[0].read(piece[1]), work, FAR_THREADS if storage.is_far else num_threads())
     finally:
         for reader in readers:
             reader.file.close()
@@ -92,9 +96,18 @@ def read_spans(
 def check_sizes(storage: Storage, folder: str, files: Iterable[StoredFile]) -> list[str]:
     """Faults of the files' presence and sizes; nothing is read."""
     faults = []
+    listed: dict[str, dict[str, int]] = {}
     for file in files:
+        inner, _, name = file.name.rpartition("/")
         try:
-            actual = storage.size_bytes(f"{folder}/{file.name}")
+            if not storage.is_far:
+                actual = storage.size_bytes(f"{folder}/{file.name}")
+            else:  # one request for all
+                if inner not in listed:
+                    listed[inner] = storage.sizes(f"{folder}/{inner}".rstrip("/"))
+                if name not in listed[inner]:
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file.name)
+                actual = listed[inner][name]
         except OSError as error:
             faults.append(f"{file.name}: missing ({error.strerror or error})")
             continue
@@ -117,7 +130,8 @@ class _OpenFile:
     ) -> None:
         self.stored = stored
         self.faults: list[str] = []
-        self._reader = storage.reader(f"{folder}/{stored.name}", sparse=sparse)
+        self._storage, self._path = storage, f"{folder}/{stored.name}"
+        self._reader = storage.reader(self._path, sparse=sparse)
         self._users, self._check = users, check
         self._lock = threading.Lock()
         self._state: Literal["new", "open", "closed"] = "new"
@@ -138,6 +152,10 @@ class _OpenFile:
             if is_last:
                 self.close()
 
+    def forget(self) -> bool:
+        """Drops a copy that is not what the checkpoint holds; False where there is none."""
+        return self._storage.forget(self._path)
+
     def close(self) -> None:
         """Twice is fine."""
         if self._state == "open":
@@ -149,20 +167,22 @@ class _OpenFile:
             self._read_into = self._reader.__enter__()
             self._state = "open"
             if self._check:
-                self.faults += _check_header(self._read_into, self.stored)
+                faults = _check_header(self._read_into, self.stored)
+                self.faults += _check_header(self._read_into, self.stored) if faults and self.forget() else faults
         except OSError as error:
             self.faults.append(f"{self.stored.name}: {error.strerror or error}")
             self.close()
             self._state = "closed"
 
 
-def _step_bytes(part: RankPart, check: bool) -> int:
-    """Of one read of a big span: about 1 MiB in whole chunks, hashed while it is in the cache."""
-    return max(1, _RUN_BYTES // part.chunk_bytes) * part.chunk_bytes if check else _PIECE_BYTES
+def _step_bytes(part: RankPart, check: bool, is_far: bool) -> int:
+    """Of one read of a big span, in whole chunks: about 1 MiB, hashed while it is in the cache; more from afar."""
+    wanted = _PIECE_BYTES if is_far or not check else _RUN_BYTES
+    return max(1, wanted // part.chunk_bytes) * part.chunk_bytes
 
 
-def _runs(part: RankPart, spans: Sequence[int], most_bytes: int, ranges: Ranges) -> Iterator[_Run]:
-    """Neighbouring small spans in one run; a big span in runs of its own, of `most_bytes` each."""
+def _runs(part: RankPart, spans: Sequence[int], least_bytes: int, most_bytes: int, ranges: Ranges) -> Iterator[_Run]:
+    """Neighbouring spans in one run of up to `least_bytes`; a bigger span in runs of its own, of `most_bytes` each."""
     pieces: list[tuple[int, int, int]] = []
     start = end = 0
     for span in spans:
@@ -174,11 +194,11 @@ def _runs(part: RankPart, spans: Sequence[int], most_bytes: int, ranges: Ranges)
             for start, stop in chunks:
                 yield from _runs_of_one(part, span, most_bytes, start, stop)
             continue
-        fits = stored.offset_bytes == end and stored.offset_bytes + stored.size_bytes - start <= _RUN_BYTES
+        fits = stored.offset_bytes == end and stored.offset_bytes + stored.size_bytes - start <= least_bytes
         if pieces and not fits:
             yield _Run(start, end - start, tuple(pieces))
             pieces = []
-        if stored.size_bytes > _RUN_BYTES:
+        if stored.size_bytes > least_bytes:
             yield from _runs_of_one(part, span, most_bytes, 0, stored.size_bytes)
             continue
         if not pieces:
@@ -237,11 +257,19 @@ def read_pieces(
                 file.faults.append(f"{file.stored.name}: cannot read at {offset}: {error.strerror or error}")
 
     try:
-        run_all(read, work, num_threads())
+        run_all(read, work, FAR_THREADS if storage.is_far else num_threads())
     finally:
         for file in files:
             file.close()
     return [fault for file in files for fault in file.faults]
+
+
+def _pieces(run: _Run, data: memoryview) -> Iterator[tuple[int, int, memoryview]]:
+    """(span, offset in the span, bytes) for each piece of what was read."""
+    position = 0
+    for span, start, size in run.pieces:
+        yield span, start, data[position : position + size]
+        position += size
 
 
 def _batches(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
@@ -289,18 +317,25 @@ class _Reader:
         into = self._target(span) if len(run.pieces) == 1 else None
         data = self._bounce(run.size_bytes) if into is None else into[start : start + size]
         read_into(run.offset_bytes, data)
-        position = 0
-        for span, start, size in run.pieces:
-            piece = data[position : position + size]
-            position += size
-            if self._check and not self._is_right(span, start, piece):
+        wrong = self._wrong(run, data)
+        if wrong and self.file.forget():
+            read_into(run.offset_bytes, data)
+            wrong = self._wrong(run, data)
+        for span, start, piece in _pieces(run, data):
+            if span in wrong:
                 name = self._part.spans[span].name
                 self.faults.append(f"{self.file.stored.name}: {name!r} does not match its checksum")
                 continue
             if into is None and (place := self._target(span)) is not None:
-                place[start : start + size] = piece
+                place[start : start + len(piece)] = piece
             if self._use is not None:
                 self._use(span, start, piece)
+
+    def _wrong(self, run: _Run, data: memoryview) -> set[int]:
+        """Spans whose bytes do not match their checksums."""
+        if not self._check:
+            return set()
+        return {span for span, start, piece in _pieces(run, data) if not self._is_right(span, start, piece)}
 
     def _is_right(self, span: int, start: int, piece: memoryview) -> bool:
         chunks, step = self._part.spans[span].chunks, self._part.chunk_bytes

@@ -13,11 +13,11 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptplan.state.ids import MANIFEST
+from ckptplan.state.ids import ATTEMPT_PREFIX, MANIFEST, TRASH_PREFIX
 from ckptplan.state.writer_program import delete_folder, fsync_folder, new_file
 
 ReadInto = Callable[[int, memoryview], None]
@@ -27,10 +27,13 @@ ReadInto = Callable[[int, memoryview], None]
 class Storage(abc.ABC):
     """Files in folders, written whole and never changed.
 
-    `local_path` is the folder on this machine, or None; with it the fast writer is used.
+    Attributes:
+        local_path: the folder on this machine, or None; with it the fast writer is used.
+        is_far: each request takes long and each byte costs: many at a time, large ones, and nothing is read twice.
     """
 
     local_path: Path | None = None
+    is_far: bool = False
 
     @abc.abstractmethod
     def names(self, folder: str = "") -> list[str]:
@@ -53,6 +56,39 @@ class Storage(abc.ABC):
     def delete(self, path: str) -> None:
         """Deletes a file, or a folder with all in it; nothing if it is not there."""
 
+    # What follows has a default that will do.
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Size in bytes of each file directly in `folder`, by name."""
+        found = {}
+        for name in self.names(folder):
+            with suppress(FileNotFoundError):  # a folder
+                found[name] = self.size_bytes(f"{folder}/{name}")
+        return found
+
+    def left_overs(self) -> list[str]:
+        """What attempts have left that never became checkpoints, and half-deleted ones: names for `discard`."""
+        return []
+
+    def discard(self, left_over: str) -> None:
+        """Takes one of the `left_overs` away; nothing if it is not there any more."""
+        self.delete(left_over)
+
+    def check_access(self) -> None:
+        """Finds out whether files can be written here, by writing one and deleting it. Raises OSError."""
+        probe = f".probe-{os.urandom(8).hex()}"
+        self.write(probe, [b"ckptplan asks whether it may write here"])
+        self.delete(probe)
+
+    @property
+    def origin(self) -> Storage:
+        """The storage itself, where this one keeps copies of what it has read."""
+        return self
+
+    def forget(self, path: str) -> bool:
+        """Drops the copy of a file; False where none was kept."""
+        return False
+
     def read(self, path: str) -> bytes:
         """A whole (small) file."""
         content = bytearray(self.size_bytes(path))
@@ -67,21 +103,46 @@ class StorageConfig:
 
     Attributes:
         location: "outputs/run/state", "s3://bucket/run", "memory://run", ...
-        options: handed to fsspec as they are; as pairs, so that the config is immutable.
+        options: handed to fsspec as they are; as pairs, so that the config is immutable. Not shown: there may be
+            secrets among them.
+        cache: folder for copies of what is read, so that a second load of the same checkpoint reads no tensor again.
+        cache_bytes: how much may lie there; what was not used for longest goes first. None: no limit.
     """
 
     location: str
-    options: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
+    cache: str | None = None
+    cache_bytes: int | None = None
 
-    def open(self) -> Storage:
-        """The live storage."""
+    def __post_init__(self) -> None:
+        if "://" in self.location:
+            if self.location.partition("://")[2].partition("/")[0].rpartition("@")[0].count(":"):
+                # It would stand in every message.
+                raise ValueError("location: a URL with a password in it; give it in options= or in the environment")
+            return
+        if self.options:
+            names = ", ".join(name for name, _ in self.options)
+            raise ValueError(f"options= ({names}) are for URLs; {self.location!r} is a local folder")
+        if self.cache is not None:
+            raise ValueError(f"cache={self.cache!r} is for URLs; {self.location!r} is a local folder")
+
+    def open(self, timeout_s: float = 600.0) -> Storage:
+        """The live storage. Requests that fail in passing are tried again for at most half of `timeout_s`.
+
+        Raises ImportError that names the package that is missing, ValueError for a URL that nobody knows.
+        """
         if "://" not in self.location:
-            if self.options:
-                raise ValueError(f"options={self.options!r} are for URLs; {self.location!r} is a local folder")
             return LocalStorage(self.location)
         from ckptplan.state.remote import FsspecStorage
+        from ckptplan.state.s3 import S3Storage
 
-        return FsspecStorage(self.location, **dict(self.options))
+        kind = S3Storage if self.location.startswith(("s3://", "s3a://")) else FsspecStorage
+        opened = kind(self.location, timeout_s=timeout_s, **dict(self.options))
+        if self.cache is None:
+            return opened
+        from ckptplan.state.cache import CachedStorage
+
+        return CachedStorage(opened, self.location, Path(self.cache), self.cache_bytes)
 
 
 class LocalStorage(Storage):
@@ -142,6 +203,9 @@ class LocalStorage(Storage):
                 shutil.rmtree(target)
             else:
                 target.unlink()
+
+    def left_overs(self) -> list[str]:
+        return [name for name in self.names() if name.startswith((ATTEMPT_PREFIX, TRASH_PREFIX))]
 
     def _open(self, path: str) -> int:
         """A descriptor of a regular file below the location; refuses symbolic links in every part of the path."""

@@ -74,9 +74,13 @@ MAKERS: dict[str, Make] = {
 }
 
 
-@pytest.fixture(params=MAKERS)
+@pytest.fixture(params=[*MAKERS, "s3", "s3 with a cache"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    return MAKERS[request.param](tmp_path)
+    if request.param in MAKERS:
+        return MAKERS[request.param](tmp_path)
+    url = request.getfixturevalue("bucket").url
+    cache = str(tmp_path / "cache") if request.param == "s3 with a cache" else None
+    return StorageConfig(url, cache=cache).open()
 
 
 def test_what_is_written_is_read_at_any_offset(storage: Storage) -> None:
