@@ -36,7 +36,15 @@ if TYPE_CHECKING:
     )
     from ckptplan.explanation import BlockExplanation, PlanExplanation, explain
     from ckptplan.measure import profile_blocks, profile_model
-    from ckptplan.plan import CheckpointDecision, CheckpointPlan, Compiled, Keep, Recompute, Selective
+    from ckptplan.plan import (
+        CheckpointDecision,
+        CheckpointPlan,
+        Compiled,
+        CompiledModel,
+        Keep,
+        Recompute,
+        Selective,
+    )
     from ckptplan.planners import plan_checkpoints
     from ckptplan.profiles import BlockProfile, ChainProfile, CompiledOption, RegionProfile, SelectiveOption, StageCost
     from ckptplan.simulate import PlanCost, simulate_plan
@@ -60,6 +68,7 @@ _MODULE_OF_NAME = {
     "Recompute": "plan",
     "Selective": "plan",
     "Compiled": "plan",
+    "CompiledModel": "plan",
     "CheckpointDecision": "plan",
     "CheckpointPlan": "plan",
     "simulate_plan": "simulate",
@@ -118,6 +127,7 @@ __all__ = [  # noqa: RUF022 - data-path order
     "Recompute",
     "Selective",
     "Compiled",
+    "CompiledModel",
     "CheckpointDecision",
     "CheckpointPlan",
     "simulate_plan",

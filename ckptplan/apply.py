@@ -22,7 +22,7 @@ from ckptplan.compiling import CompiledBlock, called_as
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.graph import Output
 from ckptplan.larger_inputs import LargestInputs
-from ckptplan.plan import CheckpointPlan, Compiled, Keep, PlanNode, Recompute, Selective, blocks_of
+from ckptplan.plan import CheckpointPlan, Compiled, CompiledModel, Keep, PlanNode, Recompute, Selective, blocks_of
 from ckptplan.profiles import modules_of
 from ckptplan.recompute import Guards, buffer_slots, run_block, run_segment
 from ckptplan.replay import run_replayed
@@ -46,6 +46,8 @@ def apply_plan(
         PlanIncompatibleError: the plan is not one for these blocks (every fault at once).
     """
     validate_plan(plan, blocks, example_inputs, example_kwargs)
+    if plan.compiled_model is not None:
+        raise PlanIncompatibleError("the plan compiles a whole model; only checkpointed(model, plan) runs it")
     if len(plan.decisions) > len(blocks):
         raise PlanIncompatibleError(
             "the plan is for a model that calls blocks more than once; only checkpointed(model, plan) runs it"
@@ -162,6 +164,8 @@ class checkpointed:
         by_id = {block.block_id: block.module for block in self.blocks}
         self._modules = [by_id[name] for name in modules_of(plan.block_ids)]  # one per call
         self._how = _how_to_run(plan, self._modules)
+        whole = plan.compiled_model
+        self._compiled_model = None if whole is None else _CompiledForward(model, CompiledBlock(model, whole.budget))
         self._tells_larger: Any = None
 
     def __enter__(self) -> checkpointed:
@@ -178,6 +182,8 @@ class checkpointed:
                 block.module.forward = planned
         if turns:
             self.model.forward = _NewForward(self.model, turns)
+        if self._compiled_model is not None:
+            self.model.forward = self._compiled_model
         largest = LargestInputs(self.plan.environment)
         if largest.shapes is not None and self._tells_larger is None:
             self._tells_larger = self.model.register_forward_pre_hook(largest, with_kwargs=True)
@@ -187,7 +193,7 @@ class checkpointed:
         """What stands for each call that is not kept."""
         found: dict[int, _PlannedForward] = {}
         for node in self.plan.nodes:
-            if isinstance(node, Keep):
+            if isinstance(node, (Keep, CompiledModel)):
                 continue
             members = blocks_of([node])
             segment = _Segment([self.plan.block_ids[member] for member in members])
@@ -211,6 +217,8 @@ class checkpointed:
             self._tells_larger = None
 
     def _require_own_forwards(self) -> None:
+        if isinstance(vars(self.model).get("forward"), _PlannedForward):
+            raise PlanIncompatibleError("a plan is active on the model already; call remove() on it first")
         for block in self.blocks:
             forward = vars(block.module).get("forward")
             if isinstance(forward, _PlannedForward):
@@ -307,6 +315,16 @@ class _NewForward(_PlannedForward):
         for turn in self.turns:
             turn.calls = 0
         return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class _CompiledForward(_PlannedForward):
+    """Stands on a model that runs compiled as one graph."""
+
+    def __init__(self, module: nn.Module, compiled: CompiledBlock) -> None:
+        self.module, self.compiled = module, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compiled(*args, **kwargs)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from ckptplan.apply import checkpointed
 from ckptplan.blocks import CheckpointableBlock
 from ckptplan.budget import CUDA_MARGIN, StaticBytes, static_bytes
 from ckptplan.compiled_choices import COMPILED_BUDGETS
+from ckptplan.compiled_model import COMPILED_MODEL_BUDGETS
 from ckptplan.equality import EqualityCheck, check_equality
 from ckptplan.errors import InfeasibleTargetError
 from ckptplan.measure import profile_model
@@ -119,6 +120,7 @@ def fit(
             device=where,
             selective=with_options,
             compiled_budgets=COMPILED_BUDGETS if planner in PLANNERS_THAT_COMPILE else (),
+            compiled_model_budgets=COMPILED_MODEL_BUDGETS if planner in PLANNERS_THAT_COMPILE else (),
         )
         static = static_of(model, optimizer, batch)
         plan = _plan(profile, kind, amount, static, where, planner, cost)

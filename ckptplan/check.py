@@ -16,16 +16,18 @@ from ckptplan.errors import PlanIncompatibleError
 from ckptplan.plan import (
     CheckpointPlan,
     Compiled,
+    CompiledModel,
     Keep,
     PlanNode,
     Recompute,
     Selective,
     blocks_of,
+    compiled_model,
     recomputed_blocks,
     tree_faults,
 )
 from ckptplan.profiles import BlockProfile, ChainProfile, StageCost, as_chain, recompute_costs, require_memory
-from ckptplan.selective import find_compiled, find_option
+from ckptplan.selective import find_compiled, find_compiled_model, find_option
 from ckptplan.units import format_bytes, require_amount
 
 
@@ -90,9 +92,12 @@ def _eligibility_faults(chain: ChainProfile, plan: CheckpointPlan) -> list[str]:
             if before is not None:
                 faults.append(f"a segment goes over what the model runs {before.name}, which it cannot recompute")
     for node in plan.nodes:
-        if isinstance(node, Compiled):
+        if isinstance(node, (Compiled, CompiledModel)):
             try:
-                find_compiled(chain[node.block], node.budget)
+                if isinstance(node, Compiled):
+                    find_compiled(chain[node.block], node.budget)
+                else:
+                    find_compiled_model(chain, node.budget)
             except PlanIncompatibleError as error:
                 faults += error.faults
         if isinstance(node, Selective):
@@ -121,7 +126,7 @@ def _number_faults(chain: ChainProfile, plan: CheckpointPlan) -> list[str]:
         if found is not None and found != expected:
             faults.append(f"{name} is {found}; the profile gives {expected}")
     if plan.predicted_cost is not None:
-        cost = sum(_replays(chain, node, plan.cost_kind) for node in plan.nodes)
+        cost = sum(_replays(chain, node, plan.cost_kind) for node in plan.nodes) + _compiled_ms(chain, plan.nodes)
         if not math.isclose(plan.predicted_cost, cost, rel_tol=1e-9, abs_tol=1e-12):
             faults.append(f"predicted_cost is {plan.predicted_cost}; the profile gives {cost}")
     return faults
@@ -137,11 +142,25 @@ def _replays(chain: ChainProfile, node: PlanNode, cost_kind: str) -> float:
         return (1.0 if cost_kind == "time" and _is_untimed(chain) else 0) if added is None else added
     if isinstance(node, Compiled):
         return find_compiled(chain[node.block], node.budget).time_ms or 0.0
+    if isinstance(node, CompiledModel):
+        return 0  # a whole step's, and so in _compiled_ms
     *leading, last = node.children
     total = sum(_full_cost(chain, i, cost_kind) for i in blocks_of(leading))
     if isinstance(last, Keep):
         total += _last_cost(chain, last.block, cost_kind)
     return total + sum(_replays(chain, child, cost_kind) for child in node.children)
+
+
+def _compiled_ms(chain: ChainProfile, nodes: Sequence[PlanNode]) -> float:
+    """What the step that the plan's compiled code begins from takes beside the fastest compiled step measured."""
+    steps = [chain.compiled_blocks_step_ms, *(option.step_time_ms for option in chain.compiled_model)]
+    fastest = min((ms for ms in steps if ms is not None), default=0.0)
+    whole = compiled_model(nodes)
+    if whole is not None:
+        return (find_compiled_model(chain, whole.budget).step_time_ms or fastest) - fastest
+    if any(isinstance(node, Compiled) for node in nodes):
+        return (chain.compiled_blocks_step_ms or fastest) - fastest
+    return 0.0
 
 
 def _last_cost(chain: ChainProfile, i: int, cost_kind: str) -> float:
@@ -172,6 +191,12 @@ def _peak_bytes(chain: ChainProfile, plan: CheckpointPlan) -> int:
 
 
 def _peak_of_nodes(chain: ChainProfile, nodes: Sequence[PlanNode], memory_model: str) -> int:
+    whole = compiled_model(nodes)
+    if whole is not None:  # one stage that was measured by itself
+        cost = find_compiled_model(chain, whole.budget).cost
+        return (
+            cost.saved_bytes if memory_model == "additive" else max(cost.forward_peak_bytes, cost.backward_peak_bytes)
+        )
     if memory_model == "additive":
         kept = sum(chain[node.block].activation_bytes_estimate or 0 for node in nodes if isinstance(node, Keep))
         return kept + sum(

@@ -83,6 +83,11 @@ class CompiledBlock:
                 "torch._dynamo.config.recompile_limit, or take an eager planner"
             ) from error
 
+    @property
+    def was_called(self) -> bool:
+        """Whether it has run with gradients, and so compiled."""
+        return self._run is not None
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_run": None}
 

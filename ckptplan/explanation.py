@@ -6,7 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckptplan.errors import PlanIncompatibleError
-from ckptplan.plan import CheckpointPlan, Compiled, Keep, PlanNode, Recompute, Selective, blocks_of, nodes_text
+from ckptplan.plan import (
+    CheckpointPlan,
+    Compiled,
+    CompiledModel,
+    Keep,
+    PlanNode,
+    Recompute,
+    Selective,
+    blocks_of,
+    nodes_text,
+)
 from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, as_chain
 from ckptplan.simulate import plan_recompute_cost, simulate_plan
 from ckptplan.units import format_bytes, format_ms
@@ -81,6 +91,10 @@ def _explained(
     judge: _Judge, nodes: Sequence[PlanNode], position: int, block: int, peak_bytes: int, cost: float
 ) -> BlockExplanation:
     node, profile = nodes[position], judge.chain[block]
+    if isinstance(node, CompiledModel):
+        text = nodes_text((node,))
+        reason = f"compiled with the whole model as {text}, one graph: no block of it can be decided by itself"
+        return BlockExplanation(profile.block_id, text, 1, None, None, None, reason)
     kept = isinstance(node, Keep)
     runs = 1 + _replays(node, block)
     other = (*nodes[:position], *_turned(node, block), *nodes[position + 1 :])
@@ -144,6 +158,7 @@ def _turned(node: PlanNode, block: int) -> tuple[PlanNode, ...]:
 
 def _part(node: PlanNode, wanted: Callable[[int], bool]) -> tuple[PlanNode, ...]:
     """What is left of the node with only the wanted blocks; nothing, or one node."""
+    assert not isinstance(node, CompiledModel)  # it stands alone
     if not isinstance(node, Recompute):
         return (node,) if wanted(node.block) else ()
     children = tuple(part for child in node.children for part in _part(child, wanted))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckptplan.plan import Compiled, Keep, PlanNode, Recompute, Selective, blocks_of
+from ckptplan.plan import Compiled, CompiledModel, Keep, PlanNode, Recompute, Selective, blocks_of
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 
 
@@ -64,6 +64,8 @@ def expanded_nodes(chain: ChainProfile, nodes: Sequence[PlanNode]) -> tuple[Plan
 def _moved(nodes: Sequence[PlanNode], to: Sequence[int], behind_gaps: set[int]) -> tuple[PlanNode, ...]:
     found: list[PlanNode] = []
     for node in nodes:
+        if isinstance(node, CompiledModel):
+            return (replace(node, blocks=len(to) + len(behind_gaps)),)
         first = blocks_of((node,))[0]
         if first in behind_gaps:
             found.append(Keep(to[first] - 1))
@@ -84,7 +86,9 @@ def contracted(chain: ChainProfile, nodes: Sequence[PlanNode]) -> tuple[PlanNode
 def _back(nodes: Sequence[PlanNode], blocks: dict[int, int]) -> tuple[PlanNode, ...]:
     found: list[PlanNode] = []
     for node in nodes:
-        if isinstance(node, Recompute):
+        if isinstance(node, CompiledModel):
+            found.append(replace(node, blocks=len(blocks)))
+        elif isinstance(node, Recompute):
             found.append(Recompute(_back(node.children, blocks)))
         elif node.block in blocks:
             found.append(_renumbered(node, blocks[node.block]))

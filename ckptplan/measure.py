@@ -35,6 +35,7 @@ from ckptplan.blocks import (
 )
 from ckptplan.choices import Choices
 from ckptplan.compiled_choices import Compiling, measure_compiled, time_compiled, with_compiled
+from ckptplan.compiled_model import with_compiled_model
 from ckptplan.compiling import require_compiler
 from ckptplan.discovery import find_blocks
 from ckptplan.errors import BlockDeclarationError, UnsupportedBoundaryError
@@ -139,6 +140,7 @@ def profile_model(
     check_stop: Callable[[], None] = lambda: None,
     selective: bool = False,
     compiled_budgets: Sequence[float] = (),
+    compiled_model_budgets: Sequence[float] = (),
 ) -> ChainProfile:
     """What each block of ``model`` costs, and what the model runs before and after them.
 
@@ -153,6 +155,9 @@ def profile_model(
         device: default: where the model's parameters are (without any: its buffers, the batch).
         check_stop: called between trials; may raise to end the profiling.
         selective, compiled_budgets: as in ``profile_blocks``.
+        compiled_model_budgets: also compile the model as one graph with these memory budgets and measure whole steps
+            (``ChainProfile.compiled_model``); needs ``compiled_budgets``, to be compared with. A model that cannot be
+            says why in the profile's warnings. Compiling takes up to a minute for each budget of a deep model.
 
     Raises: as ``profile_blocks``.
     """
@@ -181,6 +186,7 @@ def profile_model(
         has_loss=True,
         selective=selective,
         compiled_budgets=compiled_budgets,
+        compiled_model_budgets=compiled_model_budgets,
         check_stop=check_stop,
     )
     environment = {**profile.environment, **largest.as_environment()}
@@ -222,10 +228,14 @@ def _profile(
     has_loss: bool,
     selective: bool,
     compiled_budgets: Sequence[float],
+    compiled_model_budgets: Sequence[float] = (),
     check_stop: Callable[[], None] = lambda: None,
 ) -> ChainProfile:
     require_placement(blocks, batch, device, dtype)
-    budgets = _checked_budgets(compiled_budgets, device, memory)
+    budgets = _checked_budgets("compiled_budgets", compiled_budgets, device, memory)
+    model_budgets = _checked_budgets("compiled_model_budgets", compiled_model_budgets, device, memory)
+    if model_budgets and not budgets:
+        raise ValueError("compiled_model_budgets without compiled_budgets; give both, such as (0.0, 0.5, 1.0) each")
     if memory != "off":
         make_meter(device, memory)  # a wrong meter is told before work is spent
     with ExitStack() as stack:
@@ -242,22 +252,26 @@ def _profile(
             return _measure(chain, trace_subject(chain), trials, memory, check_stop, selective, budgets)
         found = _plain_chain(subject)
         if found is not None:
-            return _measure(*found, trials, memory, check_stop, selective, budgets)
-        profile = measure_any(subject(), trials, memory, check_stop, selective, budgets)
-        return replace(profile, fingerprint=model_fingerprint(_in_running_order(blocks, profile)))
+            profile = _measure(*found, trials, memory, check_stop, selective, budgets)
+        else:
+            profile = measure_any(subject(), trials, memory, check_stop, selective, budgets)
+            profile = replace(profile, fingerprint=model_fingerprint(_in_running_order(blocks, profile)))
+        if model_budgets:
+            how = Compiling(model_budgets, device, memory, check_stop=check_stop)
+            profile = with_compiled_model(profile, subject(), how, trials)
+        return profile
 
 
-def _checked_budgets(budgets: Sequence[float], device: torch.device, memory: str) -> tuple[float, ...]:
+def _checked_budgets(name: str, budgets: Sequence[float], device: torch.device, memory: str) -> tuple[float, ...]:
     """Distinct, rising; none where no bytes are measured."""
     for budget in budgets:
         if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 <= budget <= 1:
-            raise ValueError(f"compiled_budgets has {budget!r}; expected numbers from 0 to 1")
+            raise ValueError(f"{name} has {budget!r}; expected numbers from 0 to 1")
     if not budgets or memory == "off":
         return ()
     if memory == "live":
         raise ValueError(
-            "compiled_budgets with memory='live': a compiled block runs eagerly where tensors are watched; use "
-            "memory='auto'"
+            f"{name} with memory='live': a compiled block runs eagerly where tensors are watched; use memory='auto'"
         )
     require_compiler(device)
     return tuple(sorted({float(budget) for budget in budgets}))

@@ -76,7 +76,19 @@ class Compiled:
     budget: float
 
 
-PlanNode = Keep | Recompute | Selective | Compiled
+@dataclass(frozen=True)
+class CompiledModel:
+    """Run the model compiled as one graph with this memory budget: its blocks, 0 to ``blocks`` - 1, and what it runs
+    around them. Text: ``C0-11[0.5]``.
+
+    It stands alone in a plan. ``budget`` is 0 to 1.
+    """
+
+    blocks: int
+    budget: float
+
+
+PlanNode = Keep | Recompute | Selective | Compiled | CompiledModel
 
 
 @dataclass(frozen=True)
@@ -224,7 +236,12 @@ class CheckpointPlan:
     @property
     def compiled(self) -> int:
         """Number of blocks that run compiled."""
-        return sum(isinstance(node, Compiled) for node in self.nodes)
+        return sum(len(blocks_of((node,))) for node in self.nodes if isinstance(node, (Compiled, CompiledModel)))
+
+    @property
+    def compiled_model(self) -> CompiledModel | None:
+        """The node that compiles the model as one graph, where the plan does that."""
+        return compiled_model(self.nodes)
 
     @property
     def recomputed(self) -> int:
@@ -372,9 +389,16 @@ def blocks_of(nodes: Sequence[PlanNode]) -> tuple[int, ...]:
     for node in nodes:
         if isinstance(node, Recompute):
             found.extend(blocks_of(node.children))
+        elif isinstance(node, CompiledModel):
+            found.extend(range(node.blocks))
         else:
             found.append(node.block)
     return tuple(found)
+
+
+def compiled_model(nodes: Sequence[PlanNode]) -> CompiledModel | None:
+    """The node that compiles the model as one graph; it stands alone."""
+    return next((node for node in nodes if isinstance(node, CompiledModel)), None)
 
 
 def recomputed_blocks(nodes: Sequence[PlanNode]) -> frozenset[int]:
@@ -391,6 +415,12 @@ def tree_faults(nodes: Sequence[PlanNode], num_blocks: int) -> list[str]:
     """Everything that keeps ``nodes`` from being a plan over blocks 0 .. ``num_blocks`` - 1, one sentence each."""
     faults: list[str] = []
     _collect_node_faults(nodes, faults)
+    whole = compiled_model(nodes)
+    if whole is not None and (len(nodes) > 1 or whole.blocks != num_blocks):
+        faults.append(
+            f"{_node_text(whole)} compiles the model as one graph: it stands alone and names all its blocks, "
+            f"0-{num_blocks - 1}"
+        )
     if faults:
         return faults
     expected = 0
@@ -414,8 +444,11 @@ def _collect_node_faults(nodes: Sequence[PlanNode], faults: list[str]) -> None:
                 faults.append(f"{type(node).__name__}({node.block!r}): expected a block number from 0 on")
             elif isinstance(node, Selective):
                 faults += _selective_faults(node)
-            elif isinstance(node, Compiled) and not (type(node.budget) is float and 0 <= node.budget <= 1):
+            elif isinstance(node, Compiled) and not _is_share(node.budget):
                 faults.append(f"Compiled({node.block}, {node.budget!r}): expected a budget from 0.0 to 1.0")
+        elif isinstance(node, CompiledModel):
+            if type(node.blocks) is not int or node.blocks < 1 or not _is_share(node.budget):
+                faults.append(f"{node!r}: expected a number of blocks from 1 on and a budget from 0.0 to 1.0")
         elif isinstance(node, Recompute):
             if not node.children:
                 faults.append("R() recomputes nothing; it needs at least one block")
@@ -423,13 +456,18 @@ def _collect_node_faults(nodes: Sequence[PlanNode], faults: list[str]) -> None:
                 faults.append(
                     f"{_node_text(node)} wraps a recomputation in another; write {_node_text(node.children[0])}"
                 )
-            inside = [child for child in node.children if isinstance(child, (Selective, Compiled))]
+            inside = [child for child in node.children if isinstance(child, (Selective, Compiled, CompiledModel))]
             faults += [f"{_node_text(child)} stands inside a recomputation; it may at the top only" for child in inside]
             _collect_node_faults(node.children, faults)
         else:
             faults.append(
-                f"{node!r} is no node that this version knows; expected Keep, Recompute, Selective or Compiled"
+                f"{node!r} is no node that this version knows; expected Keep, Recompute, Selective, Compiled or "
+                "CompiledModel"
             )
+
+
+def _is_share(budget: object) -> bool:
+    return isinstance(budget, float) and 0 <= budget <= 1
 
 
 def _selective_faults(node: Selective) -> list[str]:
@@ -471,6 +509,8 @@ def _node_text(node: PlanNode) -> str:
         return f"S{node.block}[{','.join(node.saved_ops)}]"
     if isinstance(node, Compiled):
         return f"C{node.block}[{node.budget!r}]"
+    if isinstance(node, CompiledModel):
+        return f"C0-{node.blocks - 1}[{node.budget!r}]"
     inner = (str(child.block) if isinstance(child, Keep) else _node_text(child) for child in node.children)
     return f"R({' '.join(inner)})"
 
@@ -478,7 +518,7 @@ def _node_text(node: PlanNode) -> str:
 _TOKEN = re.compile(
     r"\s*(?:(?P<keep>K)?(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?(?=[\s()]|$)|(?P<open>R\()|(?P<close>\)))"
     r"|\s*S(?P<selective>[0-9]+)\[(?P<names>[^\s\[\]]*)\](?=[\s()]|$)"
-    r"|\s*C(?P<compiled>[0-9]+)\[(?P<budget>[0-9]+(?:\.[0-9]*)?(?:e-[0-9]+)?)\](?=[\s()]|$)"
+    r"|\s*C(?P<compiled>[0-9]+)(?:-(?P<last_compiled>[0-9]+))?\[(?P<budget>[0-9]+(?:\.[0-9]*)?(?:e-[0-9]+)?)\](?=[\s()]|$)"
 )
 _LATER_NODES = {"O": "Offload"}
 _MAX_RANGE = 1_000_000
@@ -487,8 +527,9 @@ _MAX_RANGE = 1_000_000
 def parse_plan_text(text: str) -> tuple[PlanNode, ...]:
     """Nodes from text. ``K0`` keeps block 0, ``K0-3`` keeps four; ``R(1)`` recomputes one, ``R(4-7)`` a segment.
 
-    ``S2[qkv,fc]`` keeps two outputs inside block 2, ``C3[0.5]`` runs block 3 compiled. Inside ``R(...)`` a
-    bare number is a block of the segment and another ``R(...)`` a nested recomputation.
+    ``S2[qkv,fc]`` keeps two outputs inside block 2, ``C3[0.5]`` runs block 3 compiled, ``C0-11[0.5]`` the whole model
+    of 12 blocks as one graph. Inside ``R(...)`` a bare number is a block of the segment and another ``R(...)`` a nested
+    recomputation.
     Raises ``ValueError`` that shows the place, what was found there and what is allowed.
     """
     if not isinstance(text, str):
@@ -508,7 +549,7 @@ def parse_plan_text(text: str) -> tuple[PlanNode, ...]:
             names = tuple(match["names"].split(",")) if match["names"] else ()
             levels[-1].append(Selective(int(match["selective"]), names))
         elif match["compiled"] is not None:
-            levels[-1].append(Compiled(int(match["compiled"]), float(match["budget"])))
+            levels[-1].append(_compiled_node(text, match))
         elif match["open"]:
             opened_at.append(match.start("open"))
             levels.append([])
@@ -524,6 +565,18 @@ def parse_plan_text(text: str) -> tuple[PlanNode, ...]:
     if not levels[0]:
         raise ValueError("plan text is empty; expected nodes such as 'K0 R(1) R(2 3)'")
     return tuple(levels[0])
+
+
+def _compiled_node(text: str, match: re.Match[str]) -> PlanNode:
+    first, budget = int(match["compiled"]), float(match["budget"])
+    if match["last_compiled"] is None:
+        return Compiled(first, budget)
+    if first > 0:
+        raise ValueError(
+            "plan text: a range stands for the whole model compiled as one graph, so it begins at block 0\n"
+            f"{_pointer(text, match.start('compiled'))}"
+        )
+    return CompiledModel(int(match["last_compiled"]) + 1, budget)
 
 
 def _keep_range(text: str, match: re.Match[str]) -> list[PlanNode]:

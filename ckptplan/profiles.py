@@ -92,7 +92,7 @@ class CompiledOption:
         budget: 0 to 1; the share of what would be saved that the partitioner may save.
         cost: its bytes, measured on the compiled block.
         forward_time_ms, backward_time_ms: of the compiled block; None where no times were taken.
-        time_ms: what it adds to a step beside the fastest measured budget of the block.
+        time_ms: what it adds to a step beside the fastest measured way to keep or compile the block.
     """
 
     budget: float
@@ -105,6 +105,26 @@ class CompiledOption:
         _normalise(self, "a compiled option")
         if self.budget > 1:
             raise ValueError(f"a compiled option: budget={self.budget!r}; expected 0 to 1")
+
+
+@dataclass(frozen=True)
+class CompiledModelOption:
+    """The model compiled by torch.compile as one graph with one memory budget for its partitioner.
+
+    Attributes:
+        budget: as of ``CompiledOption``.
+        cost: of the whole step, loss included; nothing comes in and nothing goes out.
+        step_time_ms: of forward, loss and backward; None where no times were taken.
+    """
+
+    budget: float
+    cost: StageCost
+    step_time_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        _normalise(self, "an option of the compiled model")
+        if self.budget > 1:
+            raise ValueError(f"an option of the compiled model: budget={self.budget!r}; expected 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -226,6 +246,10 @@ class ChainProfile(Sequence[BlockProfile]):
         loss_region: "measured" where ``post`` was run, "assumed" where only the gradient of the last
             output is counted.
         loss_bytes: the loss and its gradient, alive throughout the backward and inside every backward peak.
+        compiled_model: ways to run the model compiled as one graph, by memory budget; empty unless they were asked for.
+        compiled_blocks_step_ms: of a step with each block run in its fastest measured way, kept or compiled; None
+            where the compiled model was not timed beside it.
+        warnings: why what was asked for was not measured.
         meter: "cuda", "cpu", "live" or "off".
         fingerprint: of the model (classes, shapes, dtypes, requires_grad, train mode, autocast, order).
     """
@@ -239,6 +263,9 @@ class ChainProfile(Sequence[BlockProfile]):
     meter: str = "off"
     fingerprint: str = ""
     environment: dict[str, Any] = field(default_factory=dict)
+    compiled_model: tuple[CompiledModelOption, ...] = ()
+    compiled_blocks_step_ms: float | None = None
+    warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))

@@ -44,7 +44,7 @@ from ckptplan.errors import (
     StepMismatchError,
 )
 from ckptplan.optim import learning_rate_schedule
-from ckptplan.plan import CheckpointPlan, Compiled
+from ckptplan.plan import CheckpointPlan, Compiled, CompiledModel, blocks_of
 from ckptplan.profiles import ChainProfile
 from ckptplan.proof import StepProof, is_out_of_memory, pair_of_model, prove_model
 from ckptplan.randomness import random_state_restored
@@ -318,7 +318,7 @@ class _Run:
         self.result.torch = torch.__version__
         self.result.environment["device"] = runtime.device_name
         log.info("runtime: %s; seed %d", runtime.explanation, self.config.seed)
-        if compiled_budgets(self.config.planner):
+        if any(compiled_budgets(self.config.planner)):
             try:
                 require_compiler(runtime.device)
             except CompilerMissingError as error:
@@ -464,7 +464,7 @@ class _Run:
         return certificate
 
     def _track_plan(self, profile: ChainProfile, plan: CheckpointPlan, cost: PlanCost) -> None:
-        compiled = {node.block for node in plan.nodes if isinstance(node, Compiled)}
+        compiled = set(blocks_of([node for node in plan.nodes if isinstance(node, (Compiled, CompiledModel))]))
         rows = [
             (d.block_id, decision_word(d, is_compiled=i in compiled), d.retained_bytes, d.recompute_time_ms, d.reason)
             for i, d in enumerate(plan.decisions)

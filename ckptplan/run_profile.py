@@ -15,11 +15,12 @@ from ckptplan.blocks import BlockSelection, model_fingerprint
 from ckptplan.budget import PlannedRun
 from ckptplan.check import check_plan
 from ckptplan.compiled_choices import COMPILED_BUDGETS
+from ckptplan.compiled_model import COMPILED_MODEL_BUDGETS
 from ckptplan.config import PlannerConfig, RunConfig
 from ckptplan.data import Batch
 from ckptplan.errors import BlockDeclarationError, CkptplanError, ConfigError, UnsupportedBoundaryError
 from ckptplan.measure import profile_model
-from ckptplan.plan import CheckpointPlan, Compiled, PlanNode, parse_plan_text
+from ckptplan.plan import CheckpointPlan, Compiled, PlanNode, compiled_model, parse_plan_text
 from ckptplan.planners import PLANNERS_THAT_COMPILE, PLANNERS_WITH_OPTIONS
 from ckptplan.profile_cache import SharedProfile, profile_key, shared_profile
 from ckptplan.profiles import ChainProfile
@@ -47,7 +48,7 @@ def profile_blocks_of_run(
     """
     start_s = time.perf_counter()
     with_options = _measures_options(config, result)
-    budgets = compiled_budgets(config.planner)
+    budgets, model_budgets = compiled_budgets(config.planner)
 
     def measure() -> ChainProfile:
         log.info("profiling %d blocks ...", len(selection.blocks))
@@ -61,6 +62,7 @@ def profile_blocks_of_run(
             num_trials=config.profile.num_trials,
             selective=with_options,
             compiled_budgets=budgets,
+            compiled_model_budgets=model_budgets,
             check_stop=check_stop,
         )
 
@@ -71,7 +73,7 @@ def profile_blocks_of_run(
         else:
             shared = shared_profile(
                 Path(config.profile.cache),
-                _profile_key(config, model, batch, runtime, budgets),
+                _profile_key(config, model, batch, runtime, [*budgets, "model", *model_budgets] if budgets else []),
                 measure,
                 with_options=with_options,
                 fingerprint=model_fingerprint(selection.blocks),
@@ -109,7 +111,7 @@ def stored_profile(
 
 
 def _profile_key(
-    config: RunConfig, model: nn.Module, batch: Batch, runtime: Runtime, budgets: tuple[float, ...]
+    config: RunConfig, model: nn.Module, batch: Batch, runtime: Runtime, compiled: list[float | str]
 ) -> str:
     settings: dict[str, Any] = {
         "model": config.model,
@@ -118,8 +120,8 @@ def _profile_key(
         "dtype": str(config.runtime.dtype),
         "trials": [config.profile.num_warmup, config.profile.num_trials],
     }
-    if budgets:
-        settings["compiled_budgets"] = list(budgets)
+    if compiled:
+        settings["compiled_budgets"] = compiled
     return profile_key(model, (batch.inputs, batch.targets), settings, runtime.device_name)
 
 
@@ -158,10 +160,13 @@ def _wants_options(planner: PlannerConfig) -> bool:
     return planner.name in PLANNERS_WITH_OPTIONS
 
 
-def compiled_budgets(planner: PlannerConfig) -> tuple[float, ...]:
-    """Budgets with which blocks are compiled: those that the planner chooses among, or that a given plan names."""
+def compiled_budgets(planner: PlannerConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Budgets with which blocks, and the model as one graph, are compiled.
+
+    Those that the planner chooses among, or that a given plan names.
+    """
     if planner.name in PLANNERS_THAT_COMPILE:
-        return COMPILED_BUDGETS
+        return COMPILED_BUDGETS, COMPILED_MODEL_BUDGETS
     nodes: tuple[PlanNode, ...] = ()
     try:
         if planner.text is not None:
@@ -169,5 +174,8 @@ def compiled_budgets(planner: PlannerConfig) -> tuple[float, ...]:
         elif planner.path is not None:
             nodes = CheckpointPlan.load(planner.path).nodes
     except (OSError, ValueError, CkptplanError):  # the planner tells what is wrong with it
-        return ()
-    return tuple(sorted({node.budget for node in nodes if isinstance(node, Compiled)}))
+        return (), ()
+    whole = compiled_model(nodes)
+    if whole is not None:
+        return (1.0,), (whole.budget,)  # it is measured beside compiled blocks
+    return tuple(sorted({node.budget for node in nodes if isinstance(node, Compiled)})), ()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.graph import Output
-from ckptplan.profiles import BlockProfile, CompiledOption, SelectiveOption
+from ckptplan.profiles import BlockProfile, ChainProfile, CompiledModelOption, CompiledOption, SelectiveOption
 
 
 def find_option(block: BlockProfile, names: Sequence[str]) -> SelectiveOption:
@@ -54,6 +54,39 @@ def find_compiled(block: BlockProfile, budget: float) -> CompiledOption:
         f"block {block.block_id!r} was not measured compiled with the budget {budget:g}; measured: {known}"
         + "".join(f" ({warning})" for warning in block.warnings)
     )
+
+
+def find_compiled_model(profile: ChainProfile, budget: float) -> CompiledModelOption:
+    """The compiled model's measured option of this budget; ``PlanIncompatibleError`` lists those that there are."""
+    for option in profile.compiled_model:
+        if option.budget == budget:
+            return option
+    known = (
+        ", ".join(f"{option.budget:g}" for option in profile.compiled_model)
+        or "none (profile with compiled_model_budgets=(0.5, 1.0))"
+    )
+    raise PlanIncompatibleError(
+        f"the model was not measured compiled as one graph with the budget {budget:g}; measured: {known}"
+        + "".join(f" ({warning})" for warning in profile.warnings)
+    )
+
+
+def compiled_blocks_base_ms(profile: ChainProfile) -> float:
+    """What a step of compiled blocks, each in its fastest way, takes beside the fastest compiled step of any kind."""
+    blocks_ms = profile.compiled_blocks_step_ms
+    return 0.0 if blocks_ms is None else blocks_ms - min(blocks_ms, *_model_steps_ms(profile))
+
+
+def compiled_model_ms(profile: ChainProfile, budget: float) -> float | None:
+    """What a step of the compiled model takes beside the fastest compiled step of any kind; None: not timed."""
+    step_ms, blocks_ms = find_compiled_model(profile, budget).step_time_ms, profile.compiled_blocks_step_ms
+    if step_ms is None or blocks_ms is None:
+        return None
+    return step_ms - min(blocks_ms, *_model_steps_ms(profile))
+
+
+def _model_steps_ms(profile: ChainProfile) -> list[float]:
+    return [option.step_time_ms for option in profile.compiled_model if option.step_time_ms is not None]
 
 
 def short_names(block: BlockProfile, option: SelectiveOption) -> tuple[str, ...]:

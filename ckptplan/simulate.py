@@ -16,11 +16,13 @@ from ckptplan.gaps import expanded, expanded_nodes, has_gaps, places
 from ckptplan.plan import (
     CheckpointPlan,
     Compiled,
+    CompiledModel,
     Keep,
     PlanNode,
     Recompute,
     Selective,
     blocks_of,
+    compiled_model,
     nodes_text,
     recomputed_blocks,
     tree_faults,
@@ -35,9 +37,16 @@ from ckptplan.profiles import (
     recompute_costs,
     require_memory,
 )
-from ckptplan.selective import find_compiled, find_option
+from ckptplan.selective import (
+    compiled_blocks_base_ms,
+    compiled_model_ms,
+    find_compiled,
+    find_compiled_model,
+    find_option,
+)
 
 BEFORE, AFTER = "before the blocks", "head and loss"
+COMPILED_MODEL = "the compiled model"
 
 
 @dataclass(frozen=True)
@@ -109,11 +118,12 @@ def _simulated(chain: ChainProfile, nodes: Sequence[PlanNode], memory_model: Mem
     if memory_model == "additive":
         return _additive_cost(chain, nodes, time_ms, flops)
     stages = _stages_of_chain(chain, nodes)
-    timeline, retained, end_level = _walk(stages, input_bytes=tuple(0 for _ in chain.input_bytes))
+    is_whole = compiled_model(nodes) is not None
+    timeline, retained, end_level = _walk(stages, () if is_whole else tuple(0 for _ in chain.input_bytes))
     if end_level != 0:
         raise AssertionError(f"the ledger ends at {end_level} bytes instead of 0; this is a fault in ckptplan")
     stage, phase, peak = max(timeline, key=lambda entry: entry[2])
-    first = 1 if chain.pre is not None else 0
+    first = 1 if chain.pre is not None and not is_whole else 0
     per_block = [0] * len(chain)
     for node, bytes_held in zip(nodes, retained[first:], strict=False):
         per_block[blocks_of((node,))[0]] = bytes_held
@@ -140,7 +150,7 @@ def no_checkpoint_peak(profile: ChainProfile | Sequence[BlockProfile], memory_mo
 
 def recompute_time_ms(profile: ChainProfile, nodes: Sequence[PlanNode]) -> float | None:
     """Milliseconds that recomputation adds to an eager step; None without times, and where blocks run compiled."""
-    if any(isinstance(node, Compiled) for node in nodes):
+    if any(isinstance(node, (Compiled, CompiledModel)) for node in nodes):
         return None  # what they cost is beside their own fastest step
     if not any(b.recompute_time_ms is not None or b.recompute_time_upper_bound_ms_mean is not None for b in profile):
         return None
@@ -151,7 +161,7 @@ def recompute_flops(profile: ChainProfile, nodes: Sequence[PlanNode]) -> int | N
     """FLOPs that recomputation adds to a step; None where the profile does not hold them."""
     if any(b.recompute_flops is None and b.eligible_for_checkpoint for b in profile):
         return None
-    if any(isinstance(node, Compiled) for node in nodes):
+    if any(isinstance(node, (Compiled, CompiledModel)) for node in nodes):
         return None  # a compiler fuses and recomputes as it likes; nobody counts what
     return int(plan_recompute_cost(profile, nodes, "flops"))
 
@@ -171,11 +181,22 @@ def plan_recompute_cost(profile: ChainProfile, nodes: Sequence[PlanNode], cost: 
             known = option.flops if cost == "flops" else option.time_ms
             is_untimed = cost == "time" and recompute_time_ms(profile, ()) is None
             total += _known(profile, node.block, 1.0 if known is None and is_untimed else known, cost)
-        elif isinstance(node, Compiled):
+        elif isinstance(node, (Compiled, CompiledModel)):
             if cost == "flops":
-                raise ValueError(f"cost='flops': the FLOPs of a compiled block ({nodes_text((node,))}) are not counted")
-            total += _known(profile, node.block, find_compiled(profile[node.block], node.budget).time_ms, cost)
+                raise ValueError(f"cost='flops': the FLOPs of compiled code ({nodes_text((node,))}) are not counted")
+            total += _compiled_cost(profile, node)
+    if any(isinstance(node, Compiled) for node in nodes):
+        total += compiled_blocks_base_ms(profile)
     return total
+
+
+def _compiled_cost(profile: ChainProfile, node: Compiled | CompiledModel) -> float:
+    if isinstance(node, Compiled):
+        return _known(profile, node.block, find_compiled(profile[node.block], node.budget).time_ms, "time")
+    found = compiled_model_ms(profile, node.budget)
+    if found is None:
+        raise ValueError(f"{nodes_text((node,))}: the compiled model has no times; profile with num_trials=1 or more")
+    return found
 
 
 def _replay_cost(profile: ChainProfile, node: Recompute, last_cost: Sequence[float | None], cost: CostKind) -> float:
@@ -205,6 +226,9 @@ def _known(profile: ChainProfile, block: int, figure: float | None, cost: CostKi
 
 
 def _stages_of_chain(chain: ChainProfile, nodes: Sequence[PlanNode]) -> list[_Stage]:
+    whole = compiled_model(nodes)
+    if whole is not None:
+        return [_Stage(COMPILED_MODEL, find_compiled_model(chain, whole.budget).cost, (), ())]
     stages = [_stage_of_node(chain, node) for node in nodes]
     if chain.pre is not None:
         pre = chain.pre
@@ -230,6 +254,7 @@ def _stage_of_node(chain: ChainProfile, node: PlanNode, *, inside: bool = False)
         block = chain[node.block]
         chosen = part_cost(block, node)
         return _Stage(block.block_id, chosen, block.output_bytes, block.output_is_input)
+    assert isinstance(node, Recompute)  # the compiled model is all of a plan
     members = blocks_of((node,))
     first, last = chain[members[0]], chain[members[-1]]
     if len(members) == 1:
@@ -521,6 +546,12 @@ def _additive_cost(
 ) -> PlanCost:
     retained = [0] * len(chain)
     level, timeline = 0, []
+    whole = compiled_model(nodes)
+    if whole is not None:
+        retained[0] = level = find_compiled_model(chain, whole.budget).cost.saved_bytes
+        return PlanCost(
+            level, f"{COMPILED_MODEL} forward", ((COMPILED_MODEL, "forward", level),), None, None, tuple(retained)
+        )
     for node in nodes:
         if isinstance(node, (Keep, Selective, Compiled)):
             retained[node.block] = _additive_bytes(chain[node.block], node)

@@ -20,7 +20,7 @@ errors units processes console config record graph options
 randomness runtime optim trees fakes wrappers blocks memory compiling recompute replay twin subject profiles selective
 stages
 signatures operators larger_inputs
-trace discovery observe kinds choices compiled_choices regions tied assembly skeleton flow measure
+trace discovery observe kinds choices compiled_choices compiled_model regions tied assembly skeleton flow measure
 plan gaps targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
 planners.options planners.stairs planners.stretches planners.nested planners.milp
 planners.compiled planners.budgets planners.reasons planners

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from ckptplan.plan import Compiled, Keep, PlanNode, Recompute, Selective
+from ckptplan.plan import Compiled, CompiledModel, Keep, PlanNode, Recompute, Selective
 from ckptplan.planners.flat import Stages
 from ckptplan.planners.tables import Transition
 from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, StageCost, recompute_costs
@@ -115,6 +115,7 @@ class OptionChain:
     def _value(self, node: PlanNode) -> int:
         if isinstance(node, Recompute):
             return self._replay(node)
+        assert not isinstance(node, CompiledModel)  # no option of a block
         return next(o.value for o in self.blocks[node.block].options if o.node(node.block) == node)
 
     def _replay(self, node: Recompute) -> int:
@@ -172,9 +173,10 @@ def option_chain(profile: ChainProfile, cost: CostKind | None) -> OptionChain:
 
 
 def compiled_chain(profile: ChainProfile) -> OptionChain:
-    """The chain with each block compiled under one of its measured budgets; a block without any is kept as it is.
+    """The chain with each block compiled under one of its measured budgets.
 
-    Budgets of equal bytes are one graph: the largest of them stands for all.
+    A block is kept as it is where that is faster, or where it has no budgets. Budgets of equal bytes are one graph: the
+    largest of them stands for all.
     """
     bare = tuple(replace(block, eligible_for_checkpoint=False, selective=()) for block in profile)
     chain = option_chain(replace(profile, blocks=bare), None)
@@ -187,7 +189,8 @@ def compiled_chain(profile: ChainProfile) -> OptionChain:
             Option(o.cost, round(Fraction(str(o.time_ms or 0.0)) / unit) * runs_scale, RunCompiled(o.budget))
             for o in options
         )
-        blocks.append(block._replace(options=ways or block.options))
+        is_faster_kept = all(way.value > 0 for way in ways)
+        blocks.append(block._replace(options=(*block.options, *ways) if is_faster_kept else ways))
     numbers: dict[Block, int] = {}
     kinds = tuple(numbers.setdefault(block, len(numbers)) for block in blocks)
     return replace(chain, blocks=tuple(blocks), kinds=kinds, unit=unit, runs_scale=runs_scale)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ckptplan.errors import InfeasibleTargetError
-from ckptplan.plan import Compiled, Keep, PlanNode, Selective, blocks_of, nodes_text, recomputed_blocks
+from ckptplan.plan import Compiled, CompiledModel, Keep, PlanNode, Selective, blocks_of, nodes_text, recomputed_blocks
 from ckptplan.planners.heuristic import smallest_reachable
 from ckptplan.planners.nested import least_nested_peak
 from ckptplan.planners.tables import FlatTables
@@ -103,7 +103,7 @@ def block_reasons(
     chain: ChainProfile, nodes: Sequence[PlanNode], peak_bytes: int, memory_model: MemoryModel, cost: CostKind
 ) -> list[str]:
     """One sentence per block: why it is kept or recomputed."""
-    if any(len(blocks_of((node,))) > 1 or isinstance(node, (Selective, Compiled)) for node in nodes):
+    if any(len(blocks_of((node,))) > 1 or isinstance(node, (Selective, Compiled, CompiledModel)) for node in nodes):
         return _tree_reasons(chain, nodes)
     tables = FlatTables(chain, memory_model, cost)
     return _flat_reasons(tables, chain, recomputed_blocks(nodes), peak_bytes, cost)
@@ -114,9 +114,13 @@ def _tree_reasons(chain: ChainProfile, nodes: Sequence[PlanNode]) -> list[str]:
     for node in nodes:
         for i in blocks_of((node,)):
             if isinstance(node, Keep):
-                reasons.append(_not_eligible(chain[i]) or "kept")
+                reasons.append(
+                    _not_eligible(chain[i]) or ("kept: faster than compiled" if chain[i].compiled else "kept")
+                )
             elif isinstance(node, Compiled):
                 reasons.append(_compiled_reason(chain[i], node))
+            elif isinstance(node, CompiledModel):
+                reasons.append("compiled with the whole model, as one graph")
             elif isinstance(node, Selective):
                 reasons.append(_part_reason(chain[i], node))
             elif len(blocks_of((node,))) == 1:

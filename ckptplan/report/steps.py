@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptplan.errors import CkptplanError
 from ckptplan.gaps import expanded, expanded_nodes
-from ckptplan.plan import Compiled, Keep, PlanNode, Selective, blocks_of
+from ckptplan.plan import Compiled, CompiledModel, Keep, PlanNode, Selective, blocks_of
 from ckptplan.profiles import ChainProfile
 from ckptplan.report.records import RunRecords, some
 from ckptplan.report.tables import plan_rows
@@ -126,8 +126,8 @@ def decisions_of(nodes: Iterable[PlanNode]) -> list[str]:
             found[node.block] = ("keep", "recompute", "recompute repeatedly")[min(depth, 2)]
         elif isinstance(node, Selective):
             found[node.block] = "keep part"
-        elif isinstance(node, Compiled):
-            found[node.block] = "compiled"
+        elif isinstance(node, (Compiled, CompiledModel)):
+            found.update(dict.fromkeys(blocks_of((node,)), "compiled"))
         else:
             for child in node.children:
                 walk(child, depth + 1)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckptplan.plan import CheckpointDecision, CheckpointPlan, Compiled, Keep, PlanNode, Selective
+from ckptplan.plan import CheckpointDecision, CheckpointPlan, Compiled, CompiledModel, Keep, PlanNode, Selective
 from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
 from ckptplan.selective import find_compiled, find_option
 from ckptplan.units import format_bytes, format_ms, format_percent
@@ -41,6 +41,9 @@ class PlanRow:
 PLAN_COLUMNS = ("block", "decision", "retained_bytes", "added_time_ms", "reason")
 
 
+_WHOLE = "compiled as one"
+
+
 def plan_rows(profile: ChainProfile, plan: CheckpointPlan) -> tuple[PlanRow, ...]:
     """One row per block, in chain order."""
     words = dict(_decision_words(plan.nodes))
@@ -54,6 +57,8 @@ def plan_rows(profile: ChainProfile, plan: CheckpointPlan) -> tuple[PlanRow, ...
 def _plan_row(block: BlockProfile, decision: CheckpointDecision, words: str, compiled: Compiled | None) -> PlanRow:
     added_time_ms: float | None
     cost: StageCost | None
+    if words.startswith(_WHOLE):
+        return PlanRow(decision.block_id, words, None, None, decision.reason)  # the graph's, no block's
     if compiled is not None:
         option = find_compiled(block, compiled.budget)
         added_time_ms, cost = option.time_ms, option.cost
@@ -84,6 +89,9 @@ def _decision_words(nodes: Iterable[PlanNode], segments: tuple[str, ...] = ()) -
             continue
         if isinstance(node, Compiled):
             yield node.block, f"compiled [{node.budget:g}]"
+            continue
+        if isinstance(node, CompiledModel):
+            yield from ((block, f"{_WHOLE} [{node.budget:g}]") for block in range(node.blocks))
             continue
         blocks = [block for block, _ in _decision_words(node.children)]
         if len(blocks) == 1 and not segments:

@@ -14,9 +14,9 @@ from ckptplan.certificate import certify
 from ckptplan.check import check_plan
 from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError
 from ckptplan.explanation import explain
-from ckptplan.plan import CheckpointPlan, Compiled, Keep
+from ckptplan.plan import CheckpointPlan, Compiled, CompiledModel, Keep
 from ckptplan.planners import plan_checkpoints
-from ckptplan.profiles import BlockProfile, ChainProfile, CompiledOption, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile, CompiledModelOption, CompiledOption, StageCost
 from ckptplan.report.steps import decisions_of
 from ckptplan.report.tables import plan_rows
 from ckptplan.simulate import simulate_plan
@@ -31,6 +31,7 @@ def with_compiled(chain: ChainProfile, seed: int, *, every: int = 1) -> ChainPro
     blocks = []
     for i, block in enumerate(chain):
         assert block.keep is not None
+        kept_faster = 0.5 * (rng.random() < 0.3)
         options = [
             CompiledOption(
                 budget,
@@ -39,7 +40,7 @@ def with_compiled(chain: ChainProfile, seed: int, *, every: int = 1) -> ChainPro
                     saved_bytes=int(block.keep.saved_bytes * budget),
                     backward_peak_bytes=int(block.keep.backward_peak_bytes * (1 + rng.random() * (1 - budget))),
                 ),
-                time_ms=rng.choice((0.0, 0.25, 0.5, 1.25)) + (1 - budget),
+                time_ms=rng.choice((0.0, 0.25, 0.5, 1.25)) + (1 - budget) + kept_faster,
             )
             for budget in (0.0, 0.5, 1.0)
         ]
@@ -48,8 +49,15 @@ def with_compiled(chain: ChainProfile, seed: int, *, every: int = 1) -> ChainPro
 
 
 def every_plan(chain: ChainProfile) -> list[tuple[float, int]]:
-    """(cost, peak) of every choice; a compiled block is judged as if that were its own way of being kept."""
-    ways = [[(option.cost, option.time_ms or 0.0) for option in b.compiled] or [(b.keep, 0.0)] for b in chain]
+    """(cost, peak) of every choice; a compiled block is judged as if that were its own way of being kept.
+
+    A block may be kept where no option adds nothing, for then it is fastest as it is.
+    """
+    ways = [
+        [(option.cost, option.time_ms or 0.0) for option in b.compiled]
+        + [(b.keep, 0.0)] * all(option.time_ms for option in b.compiled)
+        for b in chain
+    ]
     plans = []
     for choice in itertools.product(*ways):
         blocks = [replace(block, keep=cost) for block, (cost, _) in zip(chain, choice, strict=True)]
@@ -96,6 +104,116 @@ def test_the_plan_is_the_fastest_of_all_choices_of_budgets(make_random: Make, se
     with pytest.raises(InfeasibleTargetError) as told:
         planned(chain, peaks[0] - 1)
     assert told.value.smallest_reachable_bytes == peaks[0]
+
+
+def as_one(chain: ChainProfile, seed: int) -> ChainProfile:
+    """The chain with its model measured as one graph, faster or slower than compiled blocks by chance."""
+    rng = random.Random(seed)
+    peaks = sorted({peak for _, peak in every_plan(chain)})
+    options = [
+        CompiledModelOption(b, StageCost(1, rng.randint(1, peaks[-1]), rng.randint(peaks[0], peaks[-1]), (), ()), ms)
+        for b, ms in ((0.5, 20 + rng.choice((-0.5, 0.25, 1.0))), (1.0, 20 + rng.choice((-1.0, 0.0, 0.5))))
+    ]
+    return replace(chain, compiled_model=tuple(options), compiled_blocks_step_ms=20.0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_model_as_one_graph_is_taken_exactly_where_it_fits_and_its_step_is_faster(
+    make_random: Make, seed: int
+) -> None:
+    chain = as_one(with_compiled(make_random(seed, most_blocks=5, plain=seed % 3 > 0), seed), seed)
+    fastest = min(20.0, *(option.step_time_ms or 0.0 for option in chain.compiled_model))
+    plans = [
+        (cost + (0.0 if cost == 0 and not _compiles(chain) else 20.0 - fastest), peak)
+        for cost, peak in every_plan(chain)
+    ]
+    wholes = [
+        ((o.step_time_ms or 0.0) - fastest, max(o.cost.forward_peak_bytes, o.cost.backward_peak_bytes))
+        for o in chain.compiled_model
+    ]
+    peaks = sorted({peak for _, peak in (*plans, *wholes)})
+    taken = []
+    for budget in peaks[:: max(1, len(peaks) // 12)]:
+        plan = planned(chain, budget)
+        taken.append(plan.compiled_model is not None)
+        of_all = min(cost for cost, peak in (*plans, *wholes) if peak <= budget)
+        assert plan.predicted_cost == pytest.approx(of_all, abs=1e-9) or plan.compiled == 0
+        assert (plan.predicted_peak_bytes or 0) <= budget
+        assert simulate_plan(chain, plan).peak_bytes == plan.predicted_peak_bytes
+        check_plan(chain, plan, budget)
+        if plan.compiled_model is not None:
+            assert (plan.compiled, plan.kept, plan.predicted_peak_at) == (
+                len(chain),
+                0,
+                simulate_plan(chain, plan).peak_at,
+            )
+    with pytest.raises(InfeasibleTargetError) as told:
+        planned(chain, peaks[0] - 1)
+    assert told.value.smallest_reachable_bytes == peaks[0]
+
+
+def _compiles(chain: ChainProfile) -> bool:
+    """Whether the cheapest plan of blocks compiles any."""
+    return any(any(option.time_ms == 0 for option in block.compiled) for block in chain)
+
+
+def one_graph(budget: float = 0.5, step_ms: float | None = 9.0, peak: int = 70) -> ChainProfile:
+    option = CompiledModelOption(budget, StageCost(30, 50, peak, (), ()), step_ms)
+    return replace(two_blocks(HALF, WHOLE), compiled_model=(option,), compiled_blocks_step_ms=10.0)
+
+
+def test_a_plan_of_one_graph_reads_back_and_tables_strips_and_explanations_name_it() -> None:
+    chain = one_graph()
+    plan = planned(chain, 100)
+    assert (plan.nodes, plan.text) == ((CompiledModel(2, 0.5),), "C0-1[0.5]")
+    assert (plan.predicted_peak_bytes, plan.predicted_peak_at) == (70, "the compiled model backward")
+    assert (plan.predicted_cost, plan.optimality_gap) == (0.0, 0.0)
+    assert CheckpointPlan.from_json(plan.to_json()) == plan
+    assert ChainProfile.from_json(chain.to_json()) == chain
+    assert [row.decision for row in plan_rows(chain, plan)] == ["compiled as one [0.5]"] * 2
+    assert decisions_of(plan.nodes) == ["compiled", "compiled"]
+    assert "no block of it can be decided by itself" in explain(chain, plan).text
+    with pytest.raises(PlanIncompatibleError, match="2 of the plan's blocks run compiled"):
+        certify(chain, plan)
+
+
+def test_compiled_blocks_that_are_slower_than_one_graph_say_by_how_much() -> None:
+    plan = planned(one_graph(step_ms=9.0, peak=10_000), 10_000 - 1)
+    assert (plan.text, plan.predicted_cost) == ("C0[1.0] K1", 1.0)
+    plan = planned(one_graph(step_ms=11.0, peak=70), 80)
+    assert (plan.text, plan.predicted_cost) == ("C0-1[0.5]", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("C0-1[0.5] K2", "stands alone and names all its blocks, 0-2"),
+        ("C0-2[2]", "a budget from 0.0 to 1.0"),
+        ("R(0 C0-1[0.5])", "stands inside a recomputation"),
+    ],
+)
+def test_one_graph_that_is_not_all_of_the_plan_is_refused(text: str, said: str) -> None:
+    with pytest.raises(PlanIncompatibleError, match=said):
+        CheckpointPlan.from_text(text)
+
+
+def test_a_range_of_compiled_blocks_begins_at_block_0() -> None:
+    with pytest.raises(ValueError, match="whole model compiled as one graph, so it begins at block 0"):
+        CheckpointPlan.from_text("K0 C1-2[0.5]")
+
+
+def test_one_graph_that_was_not_measured_is_refused_with_what_was() -> None:
+    plan = CheckpointPlan.from_text("C0-1[0.25]", one_graph())
+    for judge in (simulate_plan, check_plan):
+        with pytest.raises(PlanIncompatibleError, match=r"as one graph with the budget 0\.25; measured: 0\.5"):
+            judge(one_graph(), plan)
+
+
+def test_a_block_that_is_faster_as_it_is_is_kept_until_memory_asks_for_more() -> None:
+    chain = two_blocks(replace(HALF, time_ms=0.5), replace(WHOLE, time_ms=0.25))
+    plan = planned(chain, 10_000)
+    assert (plan.text, plan.predicted_cost) == ("K0 K1", 0.0)
+    assert planned(chain, 100).text == "C0[0.5] K1"
 
 
 def test_blocks_without_compiled_options_run_as_they_are_and_equal_budgets_count_once() -> None:
@@ -155,7 +273,7 @@ def test_a_budget_that_was_not_measured_is_refused_by_simulator_and_referee() ->
 
 
 def test_compiled_plans_have_no_certificate_and_say_why() -> None:
-    chain = two_blocks(HALF)
+    chain = two_blocks(WHOLE)
     with pytest.raises(PlanIncompatibleError, match="1 of the plan's blocks run compiled"):
         certify(chain, planned(chain, 10_000))
 

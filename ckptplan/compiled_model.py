@@ -1,0 +1,127 @@
+"""What the model costs compiled as one graph, blocks and all that it runs around them: whole steps, measured.
+
+Beside it a step with each block run in its fastest measured way, so that the two ways to compile can be compared by
+what was timed in turn.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+from ckptplan.compiled_choices import Compiling, first_line
+from ckptplan.compiling import CompiledBlock, called_as
+from ckptplan.kinds import settled_bytes
+from ckptplan.observe import attribute_state
+from ckptplan.profiles import BlockProfile, ChainProfile, CompiledModelOption, StageCost, modules_of
+from ckptplan.randomness import torch_state
+from ckptplan.stages import Mark, StageForward, StageRun, time_stage
+from ckptplan.subject import Subject, Trials
+from ckptplan.trees import same
+
+COMPILED_MODEL_BUDGETS = (0.5, 1.0)  # what planners choose from unless told otherwise
+
+
+def with_compiled_model(profile: ChainProfile, subject: Subject, how: Compiling, trials: Trials) -> ChainProfile:
+    """The profile with the model's compiled options, or a warning that says why it has none."""
+    from torch._dynamo.exc import TorchDynamoException  # seconds; who does not compile goes without
+
+    refused = _why_not(profile, subject)
+    costs: dict[float, StageCost] = {}
+    for budget in how.budgets if refused is None else ():
+        how.check_stop()
+        compiled = CompiledBlock(subject.twin, budget)
+        try:
+            costs[budget] = settled_bytes(_model_forward(subject, compiled), how.device, how.memory)
+        except TorchDynamoException as error:
+            refused = f"torch.compile says: {first_line(error)}"
+            break
+        if not compiled.was_called:
+            refused = "the loss calls methods or parts of the model, not the model itself"
+            break
+    if refused is not None:
+        return replace(profile, warnings=(*profile.warnings, f"not compiled as one graph: {refused}"))
+    distinct = {cost: budget for budget, cost in costs.items()}  # equal bytes are one graph
+    models = [_model_forward(subject, CompiledBlock(subject.twin, budget)) for budget in distinct.values()]
+    forwards = [_blocks_forward(subject, profile), *models]
+    blocks_ms, *models_ms = _step_times_ms(forwards, subject, how, trials)
+    times = dict(zip(distinct, models_ms, strict=True))
+    options = tuple(CompiledModelOption(budget, cost, times[cost]) for budget, cost in costs.items())
+    return replace(profile, compiled_model=options, compiled_blocks_step_ms=blocks_ms)
+
+
+def _why_not(profile: ChainProfile, subject: Subject) -> str | None:
+    for block in profile:
+        if not block.compiled:
+            told = next((w.removeprefix("not compiled: ") for w in block.warnings if w.startswith("not compiled")), "")
+            return f"block {block.block_id!r} cannot be compiled{f': {told}' if told else ''}"
+    _plain_step(subject)  # what a forward does only once is done
+    attributes, streams = attribute_state(subject.twin), torch_state(subject.device)
+    _plain_step(subject)
+    if not all(same(a, b) for a, b in zip(streams, torch_state(subject.device), strict=True)):
+        return (
+            "it draws random numbers (dropout in train mode?), and compiled it would draw others than the plain model"
+        )
+    after = attribute_state(subject.twin)
+    changed = sorted(name for name in {*attributes, *after} if attributes.get(name) != after.get(name))
+    return f"its forward changes the Python attribute {changed[0]!r}" if changed else None
+
+
+def _plain_step(subject: Subject) -> None:
+    subject.run_step().backward()
+
+
+def _model_forward(subject: Subject, compiled: CompiledBlock) -> StageForward:
+    def forward(mark: Mark) -> StageRun:
+        mark("start")
+        mark("ready")
+        with called_as(compiled):
+            return StageRun([], subject.run_step(), is_loss=True)
+
+    return forward
+
+
+def _blocks_forward(subject: Subject, profile: ChainProfile) -> StageForward:
+    """A step with each block in its fastest way."""
+    fastest = {name: _fastest(block) for name, block in zip(modules_of(profile.block_ids), profile, strict=True)}
+    chosen = [
+        CompiledBlock(module, budget)
+        for name, module in zip(subject.names, subject.modules, strict=True)
+        if (budget := fastest.get(name)) is not None
+    ]
+
+    def forward(mark: Mark) -> StageRun:
+        mark("start")
+        mark("ready")
+        with _all_called_as(chosen):
+            return StageRun([], subject.run_step(), is_loss=True)
+
+    return forward
+
+
+def _fastest(block: BlockProfile) -> float | None:
+    """The budget of the block's fastest option; None: it is faster as it is."""
+    times = {option.budget: option.time_ms for option in block.compiled if option.time_ms is not None}
+    return next((budget for budget in sorted(times, reverse=True) if times[budget] == 0), None)
+
+
+@contextmanager
+def _all_called_as(compiled: Sequence[CompiledBlock]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for block in compiled:
+            stack.enter_context(called_as(block))
+        yield
+
+
+def _step_times_ms(forwards: Sequence[StageForward], subject: Subject, how: Compiling, trials: Trials) -> list[float]:
+    """The median of each, all in turn, so that a slow moment of the machine hits all of them."""
+    found: list[list[float]] = [[] for _ in forwards]
+    for trial in range(-max(1, trials.num_warmup), trials.num_trials):
+        for times, forward in zip(found, forwards, strict=True):
+            how.check_stop()
+            step_ms = sum(time_stage(forward, subject.synchronize))
+            if trial >= 0:
+                times.append(step_ms)
+    return [statistics.median(times) for times in found]
