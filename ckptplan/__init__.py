@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptplan.apply import CheckpointedSequential, apply_plan, checkpointed
     from ckptplan.autofit import Fitted, fit
+    from ckptplan.batch_size import BatchPoint, Maximized, maximize
     from ckptplan.benchmark import BenchmarkResult, compare_results, run_benchmark
     from ckptplan.blocks import CheckpointableBlock, declare_blocks
     from ckptplan.certificate import Certificate, certify
@@ -95,6 +96,9 @@ _MODULE_OF_NAME = {
     "compare_results": "benchmark",
     "fit": "autofit",
     "Fitted": "autofit",
+    "maximize": "batch_size",
+    "Maximized": "batch_size",
+    "BatchPoint": "batch_size",
     "LargerBatchWarning": "errors",
     "CkptplanError": "errors",
     "ConfigError": "errors",
@@ -154,6 +158,9 @@ __all__ = [  # noqa: RUF022 - data-path order
     "compare_results",
     "fit",
     "Fitted",
+    "maximize",
+    "Maximized",
+    "BatchPoint",
     "LargerBatchWarning",
     "CkptplanError",
     "ConfigError",

@@ -171,19 +171,17 @@ def _plan(
     cost: str,
 ) -> CheckpointPlan:
     budget_bytes = budget_for(kind, amount, no_checkpoint_peak(profile))
-    standing = 0
-    if kind == "device_budget_bytes":
-        standing = static.weights_bytes + static.gradients_bytes + (static.optimizer_bytes or 0) + static.batch_bytes
-        if standing >= budget_bytes:
-            raise InfeasibleTargetError(
-                f"budget={format_bytes(budget_bytes)} of everything on the device: {_standing(static)} alone take "
-                f"{format_bytes(standing)}, before any activation",
-                budget_bytes=budget_bytes,
-                limited_by="weights, gradients and optimizer state",
-            )
-    margin = int((budget_bytes - standing) * CUDA_MARGIN) if device.type == "cuda" else 0
-    if margin:
-        kind, amount, standing = "activation_budget_bytes", budget_bytes - standing - margin, 0
+    standing = _standing_bytes(static) if kind == "device_budget_bytes" else 0
+    if kind == "device_budget_bytes" and standing >= budget_bytes:
+        raise InfeasibleTargetError(
+            f"budget={format_bytes(budget_bytes)} of everything on the device: {_standing(static)} alone take "
+            f"{format_bytes(standing)}, before any activation",
+            budget_bytes=budget_bytes,
+            limited_by="weights, gradients and optimizer state",
+        )
+    if device.type == "cuda":
+        allowed = allowed_bytes(kind, amount, no_checkpoint_peak(profile), static, device)
+        kind, amount, standing = "activation_budget_bytes", allowed, 0
     options: dict[str, Any] = {"static_bytes": standing} if kind == "device_budget_bytes" else {}
     return plan_checkpoints(
         profile,
@@ -193,6 +191,20 @@ def _plan(
         cost=cost,  # type: ignore[arg-type]  # checked by the planner
         **options,
     )
+
+
+def allowed_bytes(
+    kind: str, amount: int | float, unplanned_peak_bytes: int, static: StaticBytes, device: torch.device
+) -> int:
+    """What a budget of this kind leaves for activations, the margin of CUDA taken off; 0: nothing."""
+    left = budget_for(kind, amount, unplanned_peak_bytes)
+    if kind == "device_budget_bytes":
+        left = max(0, left - _standing_bytes(static))
+    return left - int(left * CUDA_MARGIN) if device.type == "cuda" else left
+
+
+def _standing_bytes(static: StaticBytes) -> int:
+    return static.weights_bytes + static.gradients_bytes + (static.optimizer_bytes or 0) + static.batch_bytes
 
 
 def _standing(static: StaticBytes) -> str:

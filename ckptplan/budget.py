@@ -111,11 +111,15 @@ def plan_for_budget(profile: ChainProfile, config: RunConfig, static: StaticByte
             raise
         raise config_error("planner.options", config.planner.options, str(error)) from error
     solve_s = time.perf_counter() - start_s
-    of_kind = {"optimal": least_nested_peak, "ilp": least_flat_peak}
-    reached = of_kind.get(config.planner.name, smallest_reachable)
     budget_bytes = None if plan.budget_bytes is None else plan.budget_bytes + margin
     note = None if config.planner.path is None else _note_on_stored(config.planner.path, profile)
-    return PlannedRun(plan, budget_bytes, margin, reached(profile)[0], solve_s, note)
+    return PlannedRun(plan, budget_bytes, margin, least_peak_of(config.planner.name, profile)[0], solve_s, note)
+
+
+def least_peak_of(planner: str, profile: ChainProfile) -> tuple[int, str]:
+    """The least peak in bytes of this planner's kind of plan, and the stage and phase that set it."""
+    of_kind = {"optimal": least_nested_peak, "ilp": least_flat_peak}
+    return of_kind.get(planner, smallest_reachable)(profile)
 
 
 def _note_on_stored(path: str, profile: ChainProfile) -> str | None:

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from ckptplan.errors import LargerBatchWarning
+from ckptplan.profiles import INPUTS_KEY
 from ckptplan.subject import LossFn
 from ckptplan.trees import tensors_in
-
-ENVIRONMENT_KEY = "model_inputs"  # of a profile and its plans: the shapes of the tensors that the model was called with
 
 Shapes = list[list[int]]
 
@@ -25,7 +24,7 @@ class LargestInputs:
     """
 
     def __init__(self, environment: Mapping[str, Any] | None = None) -> None:
-        self.shapes: Shapes | None = (environment or {}).get(ENVIRONMENT_KEY)
+        self.shapes: Shapes | None = (environment or {}).get(INPUTS_KEY)
 
     def watching(self, loss_fn: LossFn) -> LossFn:
         """``loss_fn`` that notes what the model is called with."""
@@ -41,7 +40,7 @@ class LargestInputs:
 
     def as_environment(self) -> dict[str, Any]:
         """Empty where the model itself was not called (the loss calls a method or parts of it)."""
-        return {} if self.shapes is None else {ENVIRONMENT_KEY: self.shapes}
+        return {} if self.shapes is None else {INPUTS_KEY: self.shapes}
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         shapes = _shapes(args, kwargs)

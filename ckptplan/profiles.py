@@ -27,6 +27,7 @@ CostKind = Literal["time", "flops"]
 
 PROFILE_SCHEMA = "ckptplan.profile/2"
 _D = TypeVar("_D")
+INPUTS_KEY = "model_inputs"  # of environments: the shapes of the tensors that the model was called with
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,13 @@ def pair_of_model(
     return StepPair(planned, lambda: loss_fn(twin, own.now), twin, own, device)
 
 
+def peak_of_planned_step(pair: StepPair) -> int | None:
+    """Activation peak of a planned step alone, in bytes; None: it does not fit the device."""
+    with random_state_restored(pair.device), torch.enable_grad():
+        _allocate_gradients(pair)
+        return _peak_or_none(pair, pair.planned)[0]
+
+
 def prove(
     pair: StepPair,
     trials: Trials,

@@ -21,11 +21,11 @@ randomness runtime optim trees fakes wrappers blocks memory compiling recompute 
 stages
 signatures operators larger_inputs
 trace discovery observe kinds choices compiled_choices compiled_model regions tied assembly skeleton flow measure
-plan gaps targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
+plan gaps scaling targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
 planners.options planners.stairs planners.stretches planners.nested planners.milp
 planners.compiled planners.budgets planners.reasons planners
 curve certificate explanation
-validate apply dry_run proof equality benchmark budget autofit
+validate apply dry_run proof equality benchmark budget autofit batch_size
 data.spec data.checks data.order data data.loading data.dataset data.digits data.images data.text data.tokens
 models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models.hf models
 profile_cache other_trackers tracking stopping training recovery runs resuming jobs sweep_table sweep_tracking

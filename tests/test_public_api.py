@@ -70,6 +70,7 @@ def test_the_names_stand_in_data_path_order() -> None:
         "equality",
         "benchmark",
         "autofit",
+        "batch_size",
         "errors",
     ]
     modules = list(dict.fromkeys(ckptplan._MODULE_OF_NAME.values()))

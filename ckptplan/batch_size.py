@@ -1,0 +1,346 @@
+"""How large a batch fits a budget, and which batch trains fastest: two answers, and the curve between them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ckptplan.autofit import allowed_bytes, parse_budget, static_of
+from ckptplan.blocks import CheckpointableBlock
+from ckptplan.budget import StaticBytes, least_peak_of
+from ckptplan.dry_run import verify_plan
+from ckptplan.errors import DryRunError, InfeasibleTargetError
+from ckptplan.measure import profile_model
+from ckptplan.plan import CheckpointPlan
+from ckptplan.planners import PLANNERS_WITH_OPTIONS, no_checkpoint_peak, plan_checkpoints
+from ckptplan.planners.budgets import step_cost
+from ckptplan.profiles import ChainProfile
+from ckptplan.proof import pair_of_model, peak_of_planned_step
+from ckptplan.scaling import AffineProfile, largest
+from ckptplan.subject import LossFn, default_device
+from ckptplan.trees import distinct_storages, map_tensors, tensors_in
+from ckptplan.units import format_bytes, format_ms, format_percent
+
+MOST_SAMPLES = 2**20  # looked at where no limit is given
+MOST_TRIALS = 3  # real steps
+_STEPS_OF_CURVE = 24  # sizes that are planned for when the global batch is free
+
+Objective = Literal["throughput", "batch"]
+
+
+@dataclass(frozen=True)
+class BatchPoint:
+    """One size of micro-batch under the cheapest plan that fits.
+
+    Attributes:
+        batch_size: samples in a micro-batch.
+        accumulate: micro-batches in a step of the global batch; None where no global batch was given.
+        predicted_peak_bytes, budget_bytes: activation peak of a micro-batch, and what it may be.
+        step_ms: forward, backward and recomputation of one micro-batch, by the measured times of its stages.
+        samples_per_s: by ``step_ms``; the optimizer's step is not in it.
+    """
+
+    batch_size: int
+    accumulate: int | None
+    plan: CheckpointPlan
+    predicted_peak_bytes: int
+    budget_bytes: int
+    step_ms: float
+    samples_per_s: float
+
+
+@dataclass(frozen=True)
+class Maximized:
+    """What ``maximize`` found.
+
+    Attributes:
+        chosen: the answer to the objective.
+        largest: the largest batch that fits.
+        fastest: the most samples per second among the sizes of ``points``.
+        points: sizes in rising order, each with the cheapest plan that fits.
+        profile_at: predicted profile at any size.
+        measured_peak_bytes: of real steps of ``chosen``; None: none was run.
+        notes: what was confirmed, and what could not be.
+    """
+
+    chosen: BatchPoint
+    largest: BatchPoint
+    fastest: BatchPoint
+    points: tuple[BatchPoint, ...]
+    profile_at: Callable[[int], ChainProfile]
+    measured_peak_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """A line for each size, then the two answers and what was confirmed."""
+        lines = [" batch  accumulate  peak        of          step     samples/s  plan"]
+        for p in self.points:
+            names = [name for name, point in (("largest", self.largest), ("fastest", self.fastest)) if point is p]
+            plan = p.plan.text if len(p.plan.text) <= 40 else f"{p.plan.text[:37]}..."
+            lines.append(
+                f"{p.batch_size:>6}  {p.accumulate or '-':>10}  {format_bytes(p.predicted_peak_bytes):<10}  "
+                f"{format_bytes(p.budget_bytes):<10}  {format_ms(p.step_ms):<7}  {p.samples_per_s:>9.1f}  {plan}"
+                + (f"  <- {', '.join(names)}" if names else "")
+            )
+        gain = self.fastest.samples_per_s / self.largest.samples_per_s - 1
+        lines.append(
+            f"largest batch that fits: {self.largest.batch_size}; fastest: {self.fastest.batch_size} "
+            f"({format_percent(gain)} samples per second beside the largest)"
+        )
+        return "\n".join([*lines, *self.notes])
+
+
+def maximize(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn,
+    budget: int | float | str,
+    objective: Objective = "throughput",
+    *,
+    global_batch: int | None = None,
+    most: int | None = None,
+    resize: Callable[[Any, int], Any] | None = None,
+    blocks: Sequence[CheckpointableBlock] | Sequence[str] | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    planner: str = "optimal",
+    confirm: bool = True,
+    device: str | torch.device | None = None,
+    say: Callable[[str], object] | None = print,
+) -> Maximized:
+    """Micro-batch, plan and accumulation together: the largest batch that fits, and the fastest.
+
+    The model is measured at two sizes of batch, and at one sample. Bytes, FLOPs and times of each of its stages are
+    affine in the size, and the peak of a step is simulated from them at any other. What is found is confirmed by dry
+    runs, at the largest batch and one above it, and by real steps of the answer, at most three. The model is left as it
+    was: apply ``result.chosen.plan`` with ``checkpointed``, or call ``fit`` with a batch of that size.
+
+    Args:
+        batch: one batch; the first dimension of its tensors is the samples.
+        budget: as in ``fit``: a size of everything on the device, or a share of the activation peak that ``batch`` has
+            without checkpointing.
+        objective: which of the two is ``chosen``: ``"throughput"`` (samples per second, by the measured times) or
+            ``"batch"`` (the largest that fits).
+        global_batch: samples of one optimizer step; micro-batches are its divisors, and ``accumulate`` makes it up.
+        most: the largest batch to look at.
+        resize: ``resize(batch, n)`` -> a batch of n samples; default: samples are repeated or left out.
+        blocks, optimizer, planner: as in ``fit``.
+        confirm: False: neither dry runs nor real steps.
+
+    Raises:
+        InfeasibleTargetError: not even one sample fits.
+        PlanIncompatibleError: the model takes other ways at another size, so that nothing can be said of a third.
+        ValueError, TypeError: a bad argument, named.
+    """
+    search = _Search(
+        model, batch, loss_fn, budget, _checked(objective), global_batch, most, resize or resized,
+        blocks, optimizer, planner, torch.device(device) if device is not None else default_device(model, batch),
+    )  # fmt: skip
+    found = search.run(confirm)
+    if say is not None:
+        for line in found.text.splitlines():
+            say(f"ckptplan: {line}")
+    return found
+
+
+def _checked(objective: str) -> Objective:
+    if objective not in ("throughput", "batch"):
+        raise ValueError(f"objective={objective!r}; expected 'throughput' or 'batch'")
+    return objective  # type: ignore[return-value]
+
+
+def samples_in(batch: Any) -> int:
+    """The first dimension that the tensors of a batch share. Raises ``ValueError`` where they share none."""
+    sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors_in(batch)}
+    common = sizes - {0}
+    if len(common) != 1:
+        raise ValueError(
+            f"batch: its tensors have first dimensions {sorted(sizes) or 'none'}; expected one number of samples in "
+            "all of them, or resize=, a function that makes a batch of n samples"
+        )
+    return common.pop()
+
+
+def resized(batch: Any, size: int) -> Any:
+    """A batch of ``size`` samples out of those of ``batch``, again from the first one where there are not enough."""
+    count = samples_in(batch)
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim():
+            return tensor
+        taken = tensor.detach().index_select(0, torch.arange(size, device=tensor.device) % count)
+        return taken.requires_grad_(tensor.requires_grad)
+
+    return map_tensors(batch, rows)
+
+
+def _batch_bytes(batch: Any) -> int:
+    return sum(t.untyped_storage().nbytes() for t in distinct_storages(tensors_in(batch)))
+
+
+@dataclass(frozen=True)
+class _Search:
+    model: nn.Module
+    batch: Any
+    loss_fn: LossFn
+    budget: int | float | str
+    objective: Objective
+    global_batch: int | None
+    most: int | None
+    resize: Callable[[Any, int], Any]
+    blocks: Sequence[CheckpointableBlock] | Sequence[str] | str | None
+    optimizer: torch.optim.Optimizer | None
+    planner: str
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch", "most"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name}={value!r}; expected a whole number of samples, 1 or more")
+        parse_budget(self.budget)
+
+    # --- what is known at any size ---
+
+    @cached_property
+    def sizes(self) -> tuple[int, int]:
+        """The two that are measured: that of the batch, and a quarter of it.
+
+        Not one sample: a dimension of one is contiguous however it lies, so copies are left out that others need.
+        """
+        count = samples_in(self.batch) if self.resize is resized else len(tensors_in(self.batch)[0])
+        return (max(2, count // 4), count) if count > 2 else (2, 4)
+
+    @cached_property
+    def profile_at(self) -> AffineProfile:
+        low, high = (self.measured(size) for size in self.sizes)
+        return AffineProfile(low, self.sizes[0], high, self.sizes[1])
+
+    def profile(self, size: int) -> ChainProfile:
+        return self.profile_of_one if size == 1 else self.profile_at(size)
+
+    @cached_property
+    def profile_of_one(self) -> ChainProfile:
+        return self.measured(1)
+
+    def measured(self, size: int) -> ChainProfile:
+        with_options = self.planner in PLANNERS_WITH_OPTIONS and importlib.util.find_spec("scipy") is not None
+        return profile_model(
+            self.model, self.blocks, self.resize(self.batch, size), self.loss_fn,
+            device=self.device, selective=with_options,
+        )  # fmt: skip
+
+    @cached_property
+    def standing(self) -> StaticBytes:
+        return static_of(self.model, self.optimizer, ())
+
+    def allowed(self, size: int) -> int:
+        """Bytes that the activations of a micro-batch of this size may take."""
+        kind, amount = parse_budget(self.budget)
+        low, high = (_batch_bytes(self.resize(self.batch, n)) for n in self.sizes)
+        row = (high - low) // (self.sizes[1] - self.sizes[0])
+        static = replace(self.standing, batch_bytes=high + (size - self.sizes[1]) * row)
+        unplanned = no_checkpoint_peak(self.profile_at.high)
+        return allowed_bytes(kind, amount, unplanned, static, self.device)
+
+    def fits(self, size: int) -> bool:
+        return least_peak_of(self.planner, self.profile(size))[0] <= self.allowed(size)
+
+    def point(self, size: int) -> BatchPoint:
+        profile, allowed = self.profile(size), self.allowed(size)
+        plan = plan_checkpoints(
+            profile, target_kind="activation_budget_bytes", target_value=allowed, planner=self.planner
+        )
+        assert plan.predicted_peak_bytes is not None
+        step_ms = step_cost(profile, "time") + float(plan.predicted_cost or 0.0)
+        accumulate = None if self.global_batch is None else self.global_batch // size
+        return BatchPoint(
+            size, accumulate, plan, plan.predicted_peak_bytes, allowed, step_ms, size / max(step_ms, 1e-9) * 1e3
+        )
+
+    # --- the search ---
+
+    def run(self, confirm: bool) -> Maximized:
+        limit = min(self.global_batch or MOST_SAMPLES, self.most or MOST_SAMPLES)
+        size = largest(self.fits, limit)
+        notes: list[str] = []
+        if size and confirm:
+            size = self._confirmed_by_dry_runs(size, limit, notes)
+        if not size:
+            self._refuse()
+        points = [self.point(n) for n in self._candidates(size)]
+        biggest, fastest = points[-1], max(points, key=lambda point: point.samples_per_s)
+        peak = None
+        if confirm:
+            points, peak = self._confirmed_by_real_steps(points, notes)
+            biggest, fastest = points[-1], max(points, key=lambda point: point.samples_per_s)
+        chosen = fastest if self.objective == "throughput" else biggest
+        return Maximized(chosen, biggest, fastest, tuple(points), self.profile, peak, tuple(notes))
+
+    def _candidates(self, size: int) -> list[int]:
+        if self.global_batch is not None:
+            return [n for n in range(1, size + 1) if self.global_batch % n == 0]
+        ladder = {1, size}
+        ladder |= {max(1, round(size ** (i / _STEPS_OF_CURVE))) for i in range(_STEPS_OF_CURVE)}
+        return sorted(ladder)
+
+    def _refuse(self) -> None:
+        allowed = self.allowed(1)
+        least, at = least_peak_of(self.planner, self.profile(1))
+        raise InfeasibleTargetError(
+            f"not even one sample fits: its least activation peak is {format_bytes(least)}, set by {at}, and "
+            f"budget={self.budget!r} leaves {format_bytes(allowed)} for activations; give more, or a smaller model",
+            budget_bytes=allowed,
+            smallest_reachable_bytes=least,
+            limited_by=at,
+        )
+
+    def _confirmed_by_dry_runs(self, size: int, limit: int, notes: list[str]) -> int:
+        """The size itself where the plan for it is seen to fit there and not one above; else the next that does."""
+        try:
+            while size and self._dry_peak(size) > self.allowed(size):
+                notes.append(f"a batch of {size} was predicted to fit and does not, by its dry run")
+                size -= 1
+            while size < limit and self._dry_peak(size + 1) <= self.allowed(size + 1) and self.fits(size + 1):
+                size += 1
+        except DryRunError as error:
+            notes.append(f"the largest batch is not confirmed: {error}")
+            return size
+        above = " and one above does not" if size < limit else ""
+        notes.append(f"dry runs: the least plan fits at {size}{above}")
+        return size
+
+    def _dry_peak(self, size: int) -> int:
+        """Of the plan of least peak, on fake tensors; workspaces of kernels, which these do not have, are added."""
+        profile = self.profile(size)
+        least, _ = least_peak_of(self.planner, profile)
+        plan = plan_checkpoints(
+            profile, target_kind="activation_budget_bytes", target_value=least, planner=self.planner
+        )
+        dry = verify_plan(self.model, plan, self.resize(self.batch, size), self.loss_fn).peak_bytes
+        return max(dry, least)
+
+    def _confirmed_by_real_steps(
+        self, points: list[BatchPoint], notes: list[str]
+    ) -> tuple[list[BatchPoint], int | None]:
+        """Sizes without those that a real step shows not to fit, and the measured peak of the answer."""
+        for _ in range(MOST_TRIALS):
+            chosen = points[-1] if self.objective == "batch" else max(points, key=lambda p: p.samples_per_s)
+            batch = self.resize(self.batch, chosen.batch_size)
+            peak = peak_of_planned_step(pair_of_model(self.model, chosen.plan, batch, self.loss_fn, self.device))
+            told = "ran out of memory" if peak is None else f"took {format_bytes(peak)}"
+            notes.append(f"a real step of {chosen.batch_size} {told}, {format_bytes(chosen.budget_bytes)} allowed")
+            if peak is not None and peak <= chosen.budget_bytes:
+                return points, peak
+            if len(points) == 1:
+                break
+            points = [point for point in points if point.batch_size < chosen.batch_size]
+            if not points:
+                break
+        raise InfeasibleTargetError(f"no batch was seen to fit by a real step: {'; '.join(notes)}")

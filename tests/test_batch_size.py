@@ -1,0 +1,168 @@
+"""The largest batch and the fastest one, against trying every size."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ckptplan
+from ckptplan.batch_size import BatchPoint, resized, samples_in
+from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError
+from ckptplan.measure import profile_model
+from ckptplan.planners import least_nested_peak, no_checkpoint_peak, smallest_reachable
+from ckptplan.simulate import simulate_plan
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(5)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def batch_of(size: int) -> Tensor:
+    return torch.randn(size, 8, 16, generator=torch.Generator().manual_seed(1))
+
+
+def really(size: int) -> Any:
+    return profile_model(Net(), ["layers.*"], batch_of(size), loss_fn, num_warmup=0, num_trials=1)
+
+
+BUDGETS = (0.3, 0.6, 1.0)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(("planner", "least"), [("optimal", least_nested_peak), ("dp", smallest_reachable)])
+def test_the_largest_batch_is_that_of_trying_every_size(budget: float, planner: str, least: Any) -> None:
+    found = ckptplan.maximize(Net(), batch_of(16), loss_fn, budget, "batch", planner=planner, say=None)
+    allowed = int(no_checkpoint_peak(really(16)) * budget)
+    if planner == "dp":  # whole blocks: what a measured profile without options says, size by size
+        fits = [size for size in range(found.largest.batch_size - 1, found.largest.batch_size + 3)
+                if least(really(size))[0] <= allowed]  # fmt: skip
+        assert found.largest.batch_size == max(fits)
+    assert found.chosen is found.largest
+    assert found.chosen.predicted_peak_bytes == found.measured_peak_bytes
+    assert found.measured_peak_bytes <= found.chosen.budget_bytes == allowed
+    assert any(f"the least plan fits at {found.largest.batch_size} and one above does not" in n for n in found.notes)
+
+
+def test_the_fastest_is_the_best_of_all_sizes_by_the_measured_costs() -> None:
+    found = ckptplan.maximize(Net(), batch_of(16), loss_fn, 0.6, global_batch=48, planner="dp", say=None)
+    sizes = [size for size in range(1, found.largest.batch_size + 1) if 48 % size == 0]
+    assert [point.batch_size for point in found.points] == sizes
+    assert [point.accumulate for point in found.points] == [48 // size for size in sizes]
+
+    def samples_per_s(point: BatchPoint) -> float:
+        profile = found.profile_at(point.batch_size)
+        stages = [*profile, *profile.regions]
+        step = sum((stage.forward_time_ms or 0) + (stage.backward_time_ms or 0) for stage in stages)
+        return 1e3 * point.batch_size / (step + (simulate_plan(profile, point.plan.nodes).recompute_time_ms or 0))
+
+    assert [point.samples_per_s for point in found.points] == pytest.approx([samples_per_s(p) for p in found.points])
+    assert found.chosen.samples_per_s == pytest.approx(max(samples_per_s(point) for point in found.points))
+
+
+def test_a_size_counts_what_stands_beside_activations_and_the_batch_itself() -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    parameters = sum(p.numel() * 4 for p in model.parameters())
+    found = ckptplan.maximize(model, batch_of(4), loss_fn, "1MiB", "batch", optimizer=optimizer, planner="dp", say=None)
+    for point in found.points:
+        batch_bytes = point.batch_size * 8 * 16 * 4
+        steps = 4 * len(list(model.parameters()))
+        assert point.budget_bytes == 2**20 - 4 * parameters - steps - batch_bytes
+
+
+def test_the_plan_of_the_answer_trains_within_the_budget_and_is_not_told_of_as_larger() -> None:
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = ckptplan.maximize(model, batch_of(8), loss_fn, 0.8, "batch", say=None)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert found.chosen.batch_size > 8
+    with warnings.catch_warnings(), ckptplan.checkpointed(model, found.chosen.plan):
+        warnings.simplefilter("error")
+        loss_fn(model, batch_of(found.chosen.batch_size)).backward()
+        with pytest.raises(ckptplan.LargerBatchWarning):
+            loss_fn(model, batch_of(found.chosen.batch_size + 1))
+
+
+def test_both_answers_are_told_with_the_curve(capsys: pytest.CaptureFixture[str]) -> None:
+    found = ckptplan.maximize(Net(), batch_of(8), loss_fn, 0.5, planner="dp")
+    said = capsys.readouterr().out
+    assert said.splitlines() == [f"ckptplan: {line}" for line in found.text.splitlines()]
+    assert f"largest batch that fits: {found.largest.batch_size}; fastest: {found.fastest.batch_size}" in said
+    assert said.count("<- ") == len({found.largest.batch_size, found.fastest.batch_size})
+
+
+def test_a_limit_is_kept_and_nothing_is_run_without_confirmation() -> None:
+    found = ckptplan.maximize(Net(), batch_of(8), loss_fn, 1.0, "batch", most=3, planner="dp", confirm=False, say=None)
+    assert (found.largest.batch_size, found.measured_peak_bytes, found.notes) == (3, None, ())
+
+
+def test_a_budget_below_one_sample_is_infeasible_with_the_least() -> None:
+    with pytest.raises(InfeasibleTargetError, match="not even one sample fits: its least activation peak is") as caught:
+        ckptplan.maximize(Net(), batch_of(8), loss_fn, 0.01, planner="dp", say=None)
+    assert caught.value.smallest_reachable_bytes == smallest_reachable(really(1))[0]
+
+
+class LargeBatchesTakeAnotherWay(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if len(x) < 8 else super().forward(torch.cat([x, x]))[: len(x)].sin().sin()
+
+
+def test_a_model_that_computes_otherwise_at_another_size_is_refused() -> None:
+    with pytest.raises(PlanIncompatibleError, match=r"at one batch size and .* at the other; it cannot be scaled"):
+        ckptplan.maximize(LargeBatchesTakeAnotherWay(), batch_of(8), loss_fn, 0.5, "batch", say=None)
+
+
+def test_a_step_that_cannot_be_run_dry_is_confirmed_by_a_real_one_only() -> None:
+    class Decides(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum() > -1e9 else x
+
+    found = ckptplan.maximize(Decides(), batch_of(8), loss_fn, 0.5, "batch", blocks="layers.*", planner="dp", say=None)
+    assert found.notes[0].startswith("the largest batch is not confirmed: the dry run stops in")
+    assert found.measured_peak_bytes == found.chosen.predicted_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"objective": "speed"}, "objective='speed'; expected 'throughput' or 'batch'"),
+        ({"global_batch": 0}, "global_batch=0; expected a whole number of samples, 1 or more"),
+        ({"most": 2.5}, "most=2.5; expected a whole number of samples, 1 or more"),
+        ({"budget": 1.5}, "budget=1.5; expected a size"),
+    ],
+)
+def test_bad_arguments_are_named_before_anything_is_measured(options: dict[str, Any], told: str) -> None:
+    def never(model: nn.Module, batch: Tensor) -> Tensor:
+        raise AssertionError("measured")
+
+    with pytest.raises(ValueError, match=told):
+        ckptplan.maximize(Net(), batch_of(4), never, **{"budget": 0.5, **options}, say=None)
+
+
+def test_batches_of_any_form_are_resized_and_those_without_one_number_of_samples_refused() -> None:
+    batch = {"x": torch.arange(6).view(3, 2), "masks": [torch.ones(3), None], "scale": torch.tensor(2.0)}
+    larger = resized(batch, 5)
+    assert larger["x"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3]]
+    assert (len(larger["masks"][0]), larger["masks"][1], larger["scale"].item()) == (5, None, 2.0)
+    assert samples_in(resized(batch, 2)) == 2
+    with pytest.raises(ValueError, match=r"first dimensions \[2, 3\]; expected one number of samples"):
+        samples_in((torch.ones(2), torch.ones(3)))
