@@ -32,6 +32,7 @@ MOST_TRIALS = 3  # real steps
 _STEPS_OF_CURVE = 24  # sizes that are planned for when the global batch is free
 
 Objective = Literal["throughput", "batch"]
+Budget = tuple[str, int | float]  # kind of target and value, as plan_checkpoints takes them
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def maximize(
         ValueError, TypeError: a bad argument, named.
     """
     search = _Search(
-        model, batch, loss_fn, budget, _checked(objective), global_batch, most, resize or resized,
+        model, batch, loss_fn, parse_budget(budget), _checked(objective), global_batch, most, resize or resized,
         blocks, optimizer, planner, torch.device(device) if device is not None else default_device(model, batch),
     )  # fmt: skip
     found = search.run(confirm)
@@ -189,7 +190,7 @@ class _Search:
     model: nn.Module
     batch: Any
     loss_fn: LossFn
-    budget: int | float | str
+    budget: Budget
     objective: Objective
     global_batch: int | None
     most: int | None
@@ -204,7 +205,6 @@ class _Search:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name}={value!r}; expected a whole number of samples, 1 or more")
-        parse_budget(self.budget)
 
     # --- what is known at any size ---
 
@@ -242,7 +242,7 @@ class _Search:
 
     def allowed(self, size: int) -> int:
         """Bytes that the activations of a micro-batch of this size may take."""
-        kind, amount = parse_budget(self.budget)
+        kind, amount = self.budget
         low, high = (_batch_bytes(self.resize(self.batch, n)) for n in self.sizes)
         row = (high - low) // (self.sizes[1] - self.sizes[0])
         static = replace(self.standing, batch_bytes=high + (size - self.sizes[1]) * row)
@@ -295,7 +295,7 @@ class _Search:
         least, at = least_peak_of(self.planner, self.profile(1))
         raise InfeasibleTargetError(
             f"not even one sample fits: its least activation peak is {format_bytes(least)}, set by {at}, and "
-            f"budget={self.budget!r} leaves {format_bytes(allowed)} for activations; give more, or a smaller model",
+            f"the budget leaves {format_bytes(allowed)} for activations; give more, or take a smaller model",
             budget_bytes=allowed,
             smallest_reachable_bytes=least,
             limited_by=at,
