@@ -29,7 +29,7 @@ UNFIT = (
 # Their fake kernels give an empty workspace, as only the library behind the real one knows how much it takes.
 _UNKNOWN_WORKSPACE = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
 
-_NORMS = frozenset({"aten::native_layer_norm", "aten::native_group_norm"})
+_NORMS = frozenset({"aten::native_layer_norm", "aten::native_group_norm", "aten::native_batch_norm"})
 
 
 @contextmanager

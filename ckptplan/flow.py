@@ -33,7 +33,7 @@ from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCo
 from ckptplan.skeleton import Anatomy, Arrival, Holding, Skeleton, find_anatomy
 from ckptplan.stages import GradientLayout, count_flops
 from ckptplan.subject import Subject, Trials
-from ckptplan.tied import SharedWeights
+from ckptplan.tied import SharedWeights, used_by_block
 from ckptplan.trace import BlockCall, trace_subject
 from ckptplan.trees import storage_key
 
@@ -183,8 +183,9 @@ def _waiting_inputs_bytes(kind: Kind) -> int:
 
 
 def _weights_used_elsewhere(skeleton: Skeleton) -> list[list[torch.Tensor]]:
-    """Per call the block's weights that another call, or the model's own code, uses too."""
-    own = [{id(p): p for p in module.parameters() if p.requires_grad} for module in skeleton.subject.modules]
+    """Per call the weights (its own, and those that it is handed) that another call, or the model's own code, uses."""
+    pairs = zip(skeleton.subject.modules, skeleton.calls, strict=True)
+    own = [{id(weight): weight for weight in used_by_block(module, call)} for module, call in pairs]
     step = skeleton.forward(_ignore)
     around = {id(leaf) for leaf in _leaves(step.loss)}
     step.loss = None

@@ -9,7 +9,7 @@ import torch
 
 from ckptplan.stages import GradientLayout, Mark, StageForward, StageRun, own_copies
 from ckptplan.subject import Subject
-from ckptplan.trace import BlockCall, ChainTrace, StopAtFirstBlock, exchanged_forwards, forget_graphs
+from ckptplan.trace import BlockCall, ChainTrace, StopAtFirstBlock, boundary_of, exchanged_forwards, forget_graphs
 from ckptplan.trees import map_tensors, storage_key, tensors_in
 
 
@@ -18,8 +18,7 @@ def pre_forward(subject: Subject, count: int, arriving: GradientLayout | None) -
     standing = {storage_key(t) for t in subject.outside}
 
     def stop(*args: Any, **kwargs: Any) -> Any:
-        given = {id(t): t for t in tensors_in((args, kwargs)) if storage_key(t) not in standing}
-        raise StopAtFirstBlock(list(given.values())[:count])
+        raise StopAtFirstBlock(boundary_of(args, kwargs, standing)[:count])
 
     def forward(mark: Mark) -> StageRun:
         mark("start")

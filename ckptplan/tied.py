@@ -56,7 +56,7 @@ class SharedWeights:
     ) -> SharedWeights:
         """Found by what belongs to each block, and in the graphs of the regions."""
         used = [_used_by_region(regions["pre"]) if "pre" in regions else []]
-        used += [_used_by_block(module, call) for module, call in zip(subject.modules, trace.calls, strict=True)]
+        used += [used_by_block(module, call) for module, call in zip(subject.modules, trace.calls, strict=True)]
         used += [_used_by_region(regions["post"]) if "post" in regions else []]
         tensors = {id(t): t for found in used for t in found}
         stages: dict[int, list[int]] = {key: [] for key in tensors}
@@ -106,7 +106,7 @@ class SharedWeights:
     def of_calls(subject: Subject, trace: ChainTrace, kinds: Sequence[Kind], memory: str) -> SharedWeights:
         """Those of blocks that are called more than once, or share weights with others."""
         none = SharedWeights(subject, trace, memory, ())
-        used = [_used_by_block(module, call) for module, call in zip(subject.modules, trace.calls, strict=True)]
+        used = [used_by_block(module, call) for module, call in zip(subject.modules, trace.calls, strict=True)]
         weights = []
         for key, tensor in {id(t): t for found in used for t in found}.items():
             at = [order for order, found in enumerate(used) if any(id(t) == key for t in found)]
@@ -171,7 +171,7 @@ class SharedWeights:
         return [w for w in self.weights if w.is_copied and w.stages[-2] == stage]
 
 
-def _used_by_block(module: nn.Module, call: BlockCall) -> list[torch.Tensor]:
+def used_by_block(module: nn.Module, call: BlockCall) -> list[torch.Tensor]:
     """Its parameters, and what of the batch or the model reaches it beside the chain."""
     given = (t for t in tensors_in((call.args, call.kwargs)) if t.is_leaf)
     return [t for t in (*module.parameters(), *given) if t.requires_grad]

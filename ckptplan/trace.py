@@ -216,7 +216,7 @@ def trace_chain(
                 _require_untouched(index, names, previous, versions)
             if not trace.calls:
                 trace.has_pre = bool(boundary)
-            call = _recorded(args, kwargs, boundary, autocast_now(device))
+            call = _recorded(args, kwargs, boundary, standing, autocast_now(device))
             call.with_gradients = torch.is_grad_enabled()
             call.block, call.follows = index, bool(trace.calls) and is_called_with(last_output, args, kwargs)
             trace.calls.append(call)
@@ -427,9 +427,9 @@ def _boundary(
 
 
 def boundary_of(args: tuple[Any, ...], kwargs: dict[str, Any], standing: set[int]) -> list[torch.Tensor]:
-    """The distinct tensors of a call's arguments that the step has made, in order."""
+    """The distinct tensors of a call's arguments that the step has made, in order; views of weights are made too."""
     given = {id(t): t for t in tensors_in((args, kwargs))}
-    return [t for t in given.values() if storage_key(t) not in standing]
+    return [t for t in given.values() if storage_key(t) not in standing or t.grad_fn is not None]
 
 
 def _handed_through(output: Any, boundary: Sequence[torch.Tensor]) -> tuple[dict[int, int], dict[int, int]]:
@@ -445,14 +445,21 @@ def _handed_through(output: Any, boundary: Sequence[torch.Tensor]) -> tuple[dict
 
 
 def _recorded(
-    args: tuple[Any, ...], kwargs: dict[str, Any], boundary: list[torch.Tensor], autocast: Autocast
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    boundary: list[torch.Tensor],
+    standing: set[int],
+    autocast: Autocast,
 ) -> BlockCall:
-    cut = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors_in((args, kwargs))}
+    given = tensors_in((args, kwargs))
+    # a weight that several calls are handed is one tensor for all of them, as the parts of its gradient are added up
+    weights = {id(t) for t in given if t.is_leaf and t.requires_grad and storage_key(t) in standing}
+    cut = {id(t): t if id(t) in weights else t.detach().requires_grad_(t.requires_grad) for t in given}
     # copies: the block may change its input in place, and what came in is what has to be recorded
     cut.update((id(t), copy) for t, copy in zip(boundary, copies_of(boundary), strict=True))
     at_boundary = {id(t) for t in boundary}
     for key, stand_in in cut.items():  # an input of the user's that wants a gradient has one before the step
-        if stand_in.requires_grad and key not in at_boundary:
+        if stand_in.requires_grad and key not in at_boundary | weights:
             stand_in.grad = torch.zeros_like(stand_in)
     own_args, own_kwargs = map_tensors((args, kwargs), lambda t: cut[id(t)])
     own_boundary = [cut[id(t)] for t in boundary]

@@ -371,6 +371,34 @@ class OneLayer(Decoder):
         return self.head(x)
 
 
+class _Shifted(Feed):
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        return super().forward(x if shift is None else x + shift)
+
+
+class WeightForAll(Stack):
+    """A weight of the model's own that every block is handed: the parts of its gradient wait for each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Shifted(hidden) for hidden in (64, 160, 32))
+        self.shift = nn.Parameter(torch.randn(128, WIDTH))
+
+    def step(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x, self.shift)
+
+
+class SlicesOfWeight(WeightForAll):
+    """Each block gets a slice of a large weight, whose gradient is as large as all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(512, WIDTH))
+
+    def step(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x, self.shift[:128])
+
+
 def _stack(kind: type[Stack]) -> Callable[[], Case]:
     return lambda: Case(kind(), ["layers.*"], torch.randn(128, 8), square_loss)
 
@@ -385,6 +413,7 @@ CASES: dict[str, Callable[[], Case]] = {
         for kind in (
             Residual, Scaled, Cloned, InPlace, NormBetween, DropoutBetween, DeepSupervision, SumOfLosses,
             SkipAroundTwo, Shared, BatchNormBetween, FrozenExtractor, Branches, Autocast, Dense,
+            WeightForAll, SlicesOfWeight,
         )
     },
     **{

@@ -52,6 +52,40 @@ def test_the_peak_is_that_of_the_real_step_and_of_a_profile_of_live_bytes(name: 
         assert found[text].block in {*profile.block_ids, "head and loss", "before the blocks"}
 
 
+class _Normed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(8, 8, 1), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.conv(x))
+
+
+NORMS = {
+    "layer": lambda: nn.LayerNorm((1, 1)),
+    "group": lambda: nn.GroupNorm(8, 8),
+    "batch": lambda: nn.BatchNorm2d(8),
+}
+
+
+@pytest.mark.parametrize("kind", list(NORMS))
+def test_norms_under_autocast_keep_their_statistics_as_a_real_step_does(kind: str) -> None:
+    """Torch's fake kernels take them for half as large."""
+    model = nn.Sequential(*(_Normed(NORMS[kind]()) for _ in range(3)))
+    batch = torch.randn(64, 8, 1, 1)
+
+    def loss_fn(module: nn.Module, given: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return module(given).float().square().mean()
+
+    profile = profile_model(model, None, batch, loss_fn, num_warmup=0, num_trials=1, memory="live")
+    for text in ("K0 K1 K2", "R(0) R(1) K2"):
+        plan = CheckpointPlan.from_text(text, profile)
+        with checkpointed(model, plan):
+            real = step_peak(lambda: loss_fn(model, batch), model.parameters())
+        assert verify_plan(model, plan, batch, loss_fn).peak_bytes == real, text
+
+
 class Wide(nn.Module):
     """Narrow blocks around a wide one."""
 
