@@ -17,7 +17,7 @@ from ckptplan.subject import private_batch
 from ckptplan.trace import exchanged_forwards
 from ckptplan.trees import tensors_in
 from ckptplan.twin import WriteGuard, make_twin
-from ckptplan.wrappers import no_foreign_calls
+from ckptplan.wrappers import no_foreign_calls, no_parallel_calls
 
 _SMALLEST_SHARE = 0.1  # of the main list's parameters, of a list beside it
 
@@ -109,6 +109,7 @@ def _record(
     try:
         with (
             no_foreign_calls(twin),
+            no_parallel_calls(),
             random_state_restored(device),
             torch.no_grad(),
             exchanged_forwards(modules, stands),

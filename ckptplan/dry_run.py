@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ckptplan.apply import checkpointed
-from ckptplan.errors import DryRunError
+from ckptplan.errors import DryRunError, PlanIncompatibleError
 from ckptplan.fakes import UNFIT, KnownValues, quiet_fake_kernels, why_unfit, with_fakes
 from ckptplan.memory import LiveStorages
 from ckptplan.plan import CheckpointPlan, Keep
@@ -21,6 +21,7 @@ from ckptplan.subject import LossFn
 from ckptplan.trees import tensors_in
 from ckptplan.twin import make_twin
 from ckptplan.units import format_bytes
+from ckptplan.wrappers import no_parallel_calls, sharding_fault
 
 _BEFORE, _AFTER = "before the blocks", "head and loss"
 
@@ -67,6 +68,9 @@ def verify_plan(model: nn.Module, plan: CheckpointPlan, batch: Any, loss_fn: Los
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function loss_fn(model, batch)")
     checkpointed(model, plan)  # a plan of another model is told before the model is copied
+    sharded = sharding_fault(model)
+    if sharded is not None:
+        raise PlanIncompatibleError(sharded)
     if plan.compiled:
         raise DryRunError(
             f"{plan.compiled} of the plan's blocks run compiled, and compiled code allocates where fake tensors do not "
@@ -85,7 +89,7 @@ def verify_plan(model: nn.Module, plan: CheckpointPlan, batch: Any, loss_fn: Los
         try:
             with fake:
                 own_batch = with_fakes(twin, batch, fake)
-                with places.following(_Following(twin, plan, places)), watch:
+                with places.following(_Following(twin, plan, places)), no_parallel_calls(), watch:
                     loss = loss_fn(twin, own_batch)
                     _require_loss(loss)
                     places.now = (_AFTER, "backward")

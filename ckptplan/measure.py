@@ -59,7 +59,7 @@ from ckptplan.subject import LossFn, PlainChain, Subject, Trials, default_device
 from ckptplan.tied import SharedWeights
 from ckptplan.trace import ChainTrace, trace_subject
 from ckptplan.trees import distinct_storages
-from ckptplan.wrappers import plainness_faults
+from ckptplan.wrappers import plainness_faults, sharding_fault
 
 
 def profile_blocks(
@@ -161,7 +161,7 @@ def profile_model(
 
     Raises: as ``profile_blocks``.
     """
-    faults = plainness_faults(model)
+    faults = [*plainness_faults(model), *filter(None, [sharding_fault(model)])]
     if faults:
         raise BlockDeclarationError("; ".join(faults))
     if isinstance(batch, Iterator):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ckptplan.apply import checkpointed
+from ckptplan.errors import PlanIncompatibleError
 from ckptplan.memory import CudaAllocatorMeter, make_meter
 from ckptplan.plan import CheckpointPlan
 from ckptplan.randomness import GlobalStreams, library_state, random_state_restored, torch_state
@@ -25,6 +26,7 @@ from ckptplan.subject import LossFn, Trials, private_batch
 from ckptplan.trees import tensors_in
 from ckptplan.twin import make_twin, own_written_weights
 from ckptplan.units import require_amount
+from ckptplan.wrappers import no_parallel_calls, parallel_fault, sharding_fault
 
 
 @dataclass(frozen=True)
@@ -138,10 +140,17 @@ def prove_model(
 def pair_of_model(
     model: nn.Module, plan: CheckpointPlan, batch: Any, loss_fn: LossFn, device: torch.device
 ) -> StepPair:
-    """The two steps of ``loss_fn(model, batch)``, on a twin of the model."""
+    """The two steps of ``loss_fn(model, batch)``, on a twin of the model.
+
+    Raises ``PlanIncompatibleError`` for a model that copies, or steps, of which would talk to other processes.
+    """
+    faults = [fault for fault in (parallel_fault(model), sharding_fault(model)) if fault is not None]
+    if faults:
+        raise PlanIncompatibleError(faults)
     (twin,) = make_twin([model])
     try:
-        own_written_weights(model, twin, lambda trial: loss_fn(trial, private_batch(batch)), device)
+        with no_parallel_calls():
+            own_written_weights(model, twin, lambda trial: loss_fn(trial, private_batch(batch)), device)
     except Exception as error:
         if not is_out_of_memory(error):  # whether the steps fit is found later
             raise

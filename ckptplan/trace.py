@@ -22,7 +22,7 @@ from ckptplan.stages import GradientLayout, copies_of, own_copies
 from ckptplan.subject import Subject
 from ckptplan.trees import map_tensors, same, storage_key, tensors_anywhere, tensors_in
 from ckptplan.twin import WriteGuard, computed_weights
-from ckptplan.wrappers import no_foreign_calls
+from ckptplan.wrappers import no_foreign_calls, no_parallel_calls
 
 Step = Callable[[], Any]  # one forward of the whole model; returns the loss, or the output where there is no loss
 Autocast = tuple[bool, torch.dtype, bool]
@@ -138,7 +138,7 @@ def trace_subject(subject: Subject, *, linked: bool = True) -> ChainTrace:
     outside = [*subject.outside, *(() if linked else subject.standing_tensors())]
     settings = [settings_of(module) for module in subject.modules]
     try:
-        with no_foreign_calls(subject.twin):
+        with no_foreign_calls(subject.twin), no_parallel_calls():
             trace = trace_chain(
                 subject.names, subject.modules, subject.run_step, outside, subject.device, guard=guard, linked=linked
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ckptplan.errors import BlockDeclarationError
 
@@ -85,8 +87,67 @@ def compiled_part(model: nn.Module) -> str | None:
     return next((path for path, module in model.named_modules() if is_compiled(module)), None)
 
 
-def is_data_parallel(model: nn.Module) -> bool:
-    return isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+_SYNCHRONIZING = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def parallel_fault(model: nn.Module) -> str | None:
+    """Why a model that is, or holds, a data parallel wrapper cannot be copied and patched; None: it has none.
+
+    A copy of such a wrapper would meet the other processes, which need not measure anything.
+    """
+    for path, part in model.named_modules():
+        if isinstance(part, _SYNCHRONIZING):
+            name = type(part).__name__
+            if not path:
+                return (
+                    f"the model is wrapped in {name}: give model.module, which it calls (a plan applied to that is in "
+                    "force under the wrapper, whichever came first)"
+                )
+            return (
+                f"{path!r} is wrapped in {name}, and a copy of it would talk to other processes: plan first, wrap "
+                f"afterwards; or give the part inside, model.{path}.module"
+            )
+    return None
+
+
+def sharding_fault(model: nn.Module) -> str | None:
+    """Why a model whose weights are spread over processes cannot be measured: each forward would gather them."""
+    for path, part in model.named_modules():
+        if type(part).__name__ == "FullyShardedDataParallel":
+            return _sharded(f"{path or 'the model'} is wrapped in FullyShardedDataParallel")
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):  # a DTensor, of fully_shard or of tensor parallel
+            return _sharded(f"the weight {name!r} is a {type(parameter).__name__}, a shard of the whole")
+    return None
+
+
+def _sharded(what: str) -> str:
+    return (
+        f"{what}, so every measured step would talk to other processes: measure and plan before sharding, on the whole "
+        "model (on device 'cpu' or of fewer blocks where it does not fit), hand all processes that plan, then shard"
+    )
+
+
+@contextmanager
+def no_parallel_calls() -> Iterator[None]:
+    """Raise ``BlockDeclarationError`` in this thread in front of a call of a data parallel wrapper.
+
+    A loss that calls the wrapper instead of the model that it is given would wait for other processes for ever.
+    """
+    thread = threading.get_ident()
+
+    def look(module: nn.Module, args: Any) -> None:
+        if isinstance(module, _SYNCHRONIZING) and threading.get_ident() == thread:
+            raise BlockDeclarationError(
+                f"the loss calls a {type(module).__name__} instead of the model that it is given, which would wait for "
+                "other processes: write loss_fn(model, batch) so that it calls the model of its argument"
+            )
+
+    handle = register_module_forward_pre_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager
@@ -162,11 +223,9 @@ def _calling_module(frame: FrameType | None, paths: dict[int, str]) -> str:
 
 def plainness_faults(model: nn.Module) -> list[str]:
     """Why ``model`` cannot be profiled or patched as it is: what wraps it, compiled it, or recomputes in it."""
-    if is_data_parallel(model):
-        return [
-            f"the model is wrapped in {type(model).__name__}: give model.module, which it calls (a plan applied to "
-            "that is in force under the wrapper, whichever came first)"
-        ]
+    parallel = parallel_fault(model)
+    if parallel is not None:
+        return [parallel]
     compiled = compiled_part(model)
     if compiled is not None:
         return [
