@@ -19,12 +19,13 @@ from ckptplan.compiled_choices import COMPILED_BUDGETS
 from ckptplan.compiled_model import COMPILED_MODEL_BUDGETS
 from ckptplan.equality import EqualityCheck, check_equality
 from ckptplan.errors import InfeasibleTargetError
+from ckptplan.explanation import weight_copies_text
 from ckptplan.measure import profile_model
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import PLANNERS_THAT_COMPILE, PLANNERS_WITH_OPTIONS, plan_checkpoints
 from ckptplan.planners.budgets import budget_for, step_cost
 from ckptplan.profiles import ChainProfile, name_some
-from ckptplan.simulate import no_checkpoint_peak
+from ckptplan.simulate import no_checkpoint_peak, simulate_plan
 from ckptplan.subject import LossFn, default_device
 from ckptplan.units import format_bytes, format_ms, format_percent, format_seconds, parse_bytes
 from ckptplan.wrappers import foreign_checkpoints, switched_off
@@ -233,6 +234,9 @@ def summary_lines(
     unplanned = plan.no_checkpoint_peak_bytes
     peak = f"activation peak {format_bytes(plan.predicted_peak_bytes)} of {format_bytes(plan.budget_bytes)} allowed"
     lines.append(f"{peak}, {format_bytes(unplanned)} without; {_added(profile, plan)}")
+    copies_bytes = simulate_plan(profile, plan).weight_copies_bytes
+    if copies_bytes:
+        lines.append(f"of these bytes, {weight_copies_text(copies_bytes)}")
     if kind == "device_budget_bytes":
         lines.append(f"beside it stand {_standing(static)}")
         if static.optimizer_bytes is None:

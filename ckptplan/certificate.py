@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ckptplan.check import check_plan
 from ckptplan.errors import PlanIncompatibleError
+from ckptplan.explanation import weight_copies_text
 from ckptplan.gaps import expanded
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners.milp import ilp
@@ -47,6 +48,8 @@ class Certificate:
         dry_run_peak_bytes: of a step on fake tensors (``verify_plan``); None: not run, or not possible.
         operator, block, phase: what ran at that peak.
         measured_peak_bytes: of a real step; None: not measured (yet).
+        weight_copies_bytes: of the predicted bytes, autocast's copies of weights in a narrower type that are held from the
+            forward until backward; None: not known.
         with_options: the profile holds options inside blocks; else the bounds are those of plans over whole blocks.
     """
 
@@ -66,6 +69,7 @@ class Certificate:
     phase: str | None = None
     measured_peak_bytes: int | None = None
     with_options: bool = False
+    weight_copies_bytes: int | None = None
 
     @property
     def text(self) -> str:
@@ -74,6 +78,8 @@ class Certificate:
             f"peak {format_bytes(self.peak_bytes)} at {self.peak_at}, budget {format_bytes(self.budget_bytes)}",
             f"cost {self._cost_text(self.cost)}",
         ]
+        if self.weight_copies_bytes:
+            parts.insert(1, weight_copies_text(self.weight_copies_bytes))
         over = "" if self.with_options else " over whole blocks"
         if self.flat_lower_bound is not None:
             check = {"agrees": " (HiGHS agrees)", "disagrees": " (HiGHS disagrees)"}.get(self.cross_check, "")
@@ -153,6 +159,7 @@ def certify(
         lower_bound=lower,
         gap=gap if gap > _SAME else 0.0,
         cross_check=checked,
+        weight_copies_bytes=simulated.weight_copies_bytes,
         with_options=any(block.selective for block in chain),
     )
 

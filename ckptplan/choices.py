@@ -19,7 +19,7 @@ from ckptplan.options import KeepSet, propose_keep_sets
 from ckptplan.profiles import SelectiveOption, StageCost
 from ckptplan.randomness import random_state_restored
 from ckptplan.replay import Recorder, run_recorded, run_replayed
-from ckptplan.stages import StageForward, backward_peak_with_inputs_held, stage_flops, time_stage
+from ckptplan.stages import StageForward, backward_peak_with_inputs_held, stage_flops, time_stage, weight_copies
 from ckptplan.trace import autocast_as
 
 Synchronize = Callable[[], None]  # waits for the device
@@ -168,6 +168,8 @@ def _measured(kind: Kind, saved_ops: tuple[str, ...], how: Measuring) -> Choice:
     shared_bytes = backward_peak_with_inputs_held(forward, make_meter(how.device, how.memory))
     if any(cost.keeps_input) and shared_bytes != cost.backward_peak_bytes:
         cost = replace(cost, backward_peak_sharing_input_bytes=shared_bytes)
+    copied_bytes = weight_copies(forward).saved_bytes if kind.copied_weights else 0
+    cost = replace(cost, weight_copies_bytes=copied_bytes)
     assert kind.backward_flops is not None, "a kind's own FLOPs are measured before its options"
     return Choice(kind, saved_ops, with_loss(cost, how.held_bytes), stage_flops(forward)[1] - kind.backward_flops)
 

@@ -45,18 +45,24 @@ class BlockExplanation:
 
 @dataclass(frozen=True)
 class PlanExplanation:
-    """A plan, block by block."""
+    """A plan, block by block.
+
+    ``weight_copies_bytes``: as in ``PlanCost``.
+    """
 
     peak_bytes: int
     peak_at: str
     cost: float
     blocks: tuple[BlockExplanation, ...]
+    weight_copies_bytes: int | None = None
 
     @property
     def text(self) -> str:
-        """The peak, then one line per block."""
+        """The peak, what of it are copies of weights, then one line per block."""
         width = max(len(block.block_id) for block in self.blocks)
         lines = [f"peak {format_bytes(self.peak_bytes)} at {self.peak_at}"]
+        if self.weight_copies_bytes:
+            lines.append(weight_copies_text(self.weight_copies_bytes))
         return "\n".join([*lines, *(f"{block.block_id:<{width}}  {block.reason}" for block in self.blocks)])
 
 
@@ -73,7 +79,12 @@ def explain(profiles: ChainProfile | Sequence[BlockProfile], plan: CheckpointPla
     for position, node in enumerate(plan.nodes):
         for block in blocks_of((node,)):
             blocks.append(_explained(judge, plan.nodes, position, block, now.peak_bytes, cost))
-    return PlanExplanation(now.peak_bytes, now.peak_at, cost, tuple(blocks))
+    return PlanExplanation(now.peak_bytes, now.peak_at, cost, tuple(blocks), now.weight_copies_bytes)
+
+
+def weight_copies_text(size_bytes: int) -> str:
+    """The row of a prediction for autocast's copies of weights."""
+    return f"low-precision copies of weights (autocast) take {format_bytes(size_bytes)} from forward to backward"
 
 
 @dataclass(frozen=True)

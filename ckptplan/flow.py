@@ -33,7 +33,7 @@ from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCo
 from ckptplan.skeleton import Anatomy, Arrival, Holding, Skeleton, find_anatomy
 from ckptplan.stages import GradientLayout, count_flops
 from ckptplan.subject import Subject, Trials
-from ckptplan.tied import SharedWeights, used_by_block
+from ckptplan.tied import SharedWeights, require_copies_of_their_own, used_by_block
 from ckptplan.trace import BlockCall, trace_subject
 from ckptplan.trees import storage_key
 
@@ -64,6 +64,7 @@ def measure_any(
     for kind in kinds.values():
         check_stop()
         measure_bytes_and_flops(kind, subject.device, memory)
+    require_copies_of_their_own(subject, trace.calls, [kinds[key] for key in keys])
     time_keys = [time_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)]
     timed = timed_kinds(kinds, keys, time_keys)
     choices: dict[str, Choices] = {}
@@ -288,6 +289,7 @@ class Accounts:
         forward = (f"leave {region - 1}" if region else "start", f"enter {region}" if region < last else "forward")
         start, end = self._backward_of_region(region)
         is_empty = self.anatomy.is_empty[region]
+        copies = [h for h in self.anatomy.holdings if h.is_weight_copy]
         return StageCost(
             saved_bytes=self.saved[region],
             forward_peak_bytes=0
@@ -296,6 +298,7 @@ class Accounts:
             backward_peak_bytes=max(0, self._peak(start, end) - before - self._boundary_bytes(stage, stage)),
             keeps_input=tuple(stage in h.saved_by for h in inputs),
             keeps_output=tuple(h.made_at == stage and stage in h.saved_by for h in outputs),
+            weight_copies_bytes=sum(h.size_bytes for h in copies if stage == min(h.saved_by, default=None)),
         )
 
     def _backward_of_region(self, region: int) -> tuple[str, str]:

@@ -29,6 +29,7 @@ from ckptplan.stages import (
     stage_bytes,
     stage_flops,
     time_stage,
+    weight_copies,
 )
 from ckptplan.trace import BlockCall, autocast_as, forget_graphs
 from ckptplan.trees import array_hash, distinct_storages, storage_key, tensors_in
@@ -49,6 +50,7 @@ class Kind:
     pinned: tuple[int, ...] = ()  # positions of those that somebody else holds on to
     waiting: GradientLayout = field(default_factory=dict)  # parts of its inputs' gradients that have come already
     handed_back: GradientLayout = field(default_factory=dict)
+    copied_weights: tuple[nn.Parameter, ...] = ()  # of which autocast makes copies
     keep: StageCost | None = None
     recompute: StageCost | None = None
     guard_bytes: int = 0
@@ -210,12 +212,14 @@ def measure_bytes_and_flops(kind: Kind, device: torch.device, memory: str) -> No
     kept = block_forward(kind, device, None)
     kind.forward_flops, kind.backward_flops = stage_flops(kept)
     if memory != "off":
-        kind.keep = settled_bytes(kept, device, memory)
+        copies = weight_copies(kept)
+        kind.copied_weights = copies.weights
+        kind.keep = replace(settled_bytes(kept, device, memory), weight_copies_bytes=copies.saved_bytes)
     if kind.exclusion_reason is None:
         again = block_forward(kind, device, kind.guards)
         kind.recompute_flops = stage_flops(again)[1] - kind.backward_flops
         if memory != "off":
-            kind.recompute = settled_bytes(again, device, memory)
+            kind.recompute = replace(settled_bytes(again, device, memory), weight_copies_bytes=0)
             _measure_guards(kind, device, memory)
 
 

@@ -54,9 +54,9 @@ from ckptplan.memory import make_meter
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost, modules_of
 from ckptplan.randomness import random_state_restored
 from ckptplan.regions import loss_bytes, post_forward, pre_forward
-from ckptplan.stages import GradientLayout, StageForward, gradients_handed_back, stage_flops
+from ckptplan.stages import GradientLayout, StageForward, gradients_handed_back, stage_flops, weight_copies
 from ckptplan.subject import LossFn, PlainChain, Subject, Trials, default_device, require_placement
-from ckptplan.tied import SharedWeights
+from ckptplan.tied import SharedWeights, require_copies_of_their_own
 from ckptplan.trace import ChainTrace, trace_subject
 from ckptplan.trees import distinct_storages
 from ckptplan.wrappers import plainness_faults, sharding_fault
@@ -311,6 +311,7 @@ def _measure(
     require_gradient(kinds, subject.names)
     shared = SharedWeights.of(subject, trace, regions, [kinds[key] for key in keys], memory)
     costs = _measure_bytes(kinds, regions, shared, subject, memory, check_stop)
+    require_copies_of_their_own(subject, trace.calls, [kinds[key] for key in keys])
     time_keys = [time_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)]
     timed = timed_kinds(kinds, keys, time_keys)
     choices: dict[str, Choices] = {}
@@ -368,7 +369,8 @@ def _measure_bytes(
     costs: dict[str, StageCost] = {}
     for name, forward in regions.items() if memory != "off" else ():
         stage, beside_bytes = (0, held_bytes) if name == "pre" else (len(subject.modules) + 1, 0)
-        costs[name] = with_loss(shared.stage_bytes(forward, stage), beside_bytes + shared.waiting_bytes(stage))
+        cost = replace(shared.stage_bytes(forward, stage), weight_copies_bytes=weight_copies(forward).saved_bytes)
+        costs[name] = with_loss(cost, beside_bytes + shared.waiting_bytes(stage))
     return costs
 
 
@@ -404,7 +406,7 @@ def _nothing_between(earlier: BlockProfile, later: BlockProfile) -> RegionProfil
     count = len(earlier.output_bytes)
     return RegionProfile(
         name=between(earlier.block_id, later.block_id),
-        cost=StageCost(0, 0, 0, (False,) * count, (False,) * count),
+        cost=StageCost(0, 0, 0, (False,) * count, (False,) * count, weight_copies_bytes=0),
         output_bytes=earlier.output_bytes,
         output_is_input=tuple(range(count)),
         forward_time_ms=0.0,

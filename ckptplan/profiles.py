@@ -25,7 +25,7 @@ from ckptplan.errors import CkptplanError, TimingOnlyProfileError, UnsupportedPl
 MemoryModel = Literal["peak", "additive"]
 CostKind = Literal["time", "flops"]
 
-PROFILE_SCHEMA = "ckptplan.profile/2"
+PROFILE_SCHEMA = "ckptplan.profile/3"
 _D = TypeVar("_D")
 INPUTS_KEY = "model_inputs"  # of environments: the shapes of the tensors that the model was called with
 
@@ -49,6 +49,8 @@ class StageCost:
         keeps_output: per output storage, whether this stage itself holds it until its backward.
         backward_peak_sharing_input_bytes: the backward peak where an earlier stage holds an input too, so that this
             stage's letting go of it in the midst of its backward frees nothing; None: the same.
+        weight_copies_bytes: of all that this stage holds until its backward, the copies of weights in a narrower type,
+            as autocast makes them; None: not measured.
     """
 
     saved_bytes: int
@@ -57,6 +59,7 @@ class StageCost:
     keeps_input: tuple[bool, ...] = (True,)
     keeps_output: tuple[bool, ...] = (False,)
     backward_peak_sharing_input_bytes: int | None = None
+    weight_copies_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _normalise(self, "a stage cost")

@@ -99,6 +99,7 @@ class CertificateRecord:
     flat_lower_bound: float | None = None
     gap: float | None = None  # (cost - lower_bound) / cost
     cross_check: str | None = None
+    weight_copies_bytes: int | None = None  # autocast's, held from the forward until backward
     dry_run_peak_bytes: int | None = None
     operator: str | None = None  # at the dry run's peak, with block and phase
     block: str | None = None

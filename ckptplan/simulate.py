@@ -60,6 +60,8 @@ class PlanCost:
         recompute_time_ms: added by recomputation; None where the profile holds no times or blocks run compiled.
         recompute_flops: the same in FLOPs; None where the profile does not hold them.
         retained_bytes: per block, what it adds to the bytes held until backward; a segment's stand at its first.
+        weight_copies_bytes: of what is held from the forward until backward, the copies of weights in a narrower type
+            that autocast made; None: not known (figures by hand, compiled blocks, the additive model).
         end_level_bytes: what is left on the ledger at the end: always 0.
     """
 
@@ -70,6 +72,7 @@ class PlanCost:
     recompute_flops: int | None
     retained_bytes: tuple[int, ...]
     end_level_bytes: int = 0
+    weight_copies_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,24 @@ def _simulated(chain: ChainProfile, nodes: Sequence[PlanNode], memory_model: Mem
     per_block = [0] * len(chain)
     for node, bytes_held in zip(nodes, retained[first:], strict=False):
         per_block[blocks_of((node,))[0]] = bytes_held
-    return PlanCost(peak, f"{stage} {phase}", timeline, time_ms, flops, tuple(per_block), end_level)
+    copies = _weight_copies_bytes(chain, nodes)
+    return PlanCost(peak, f"{stage} {phase}", timeline, time_ms, flops, tuple(per_block), end_level, copies)
+
+
+def _weight_copies_bytes(chain: ChainProfile, nodes: Sequence[PlanNode]) -> int | None:
+    """Of all that is kept; a recomputed block makes its copies again."""
+    kept = [region.cost for region in chain.regions]
+    for node in nodes:
+        if isinstance(node, Keep):
+            kept.append(chain[node.block].keep or StageCost(0, 0, 0))
+        elif not isinstance(node, Recompute):
+            kept.append(part_cost(chain[node.block], node))
+    total = 0
+    for cost in kept:
+        if cost.weight_copies_bytes is None:
+            return None
+        total += cost.weight_copies_bytes
+    return total
 
 
 def _recompute_faults(chain: ChainProfile, nodes: Sequence[PlanNode]) -> list[str]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode  # pinned by tests/test_memory.py
 
 from ckptplan.errors import BlockDeclarationError, CkptplanError, UnsupportedBoundaryError
-from ckptplan.stages import Bases, GradientLayout, Mark, allocate_gradients, copy_of, layout_of
+from ckptplan.stages import Bases, GradientLayout, Mark, allocate_gradients, copy_of, is_weight_copy, layout_of
 from ckptplan.subject import Subject
 from ckptplan.trace import BlockCall, boundary_of, exchanged_forwards, forget_graphs
 from ckptplan.trees import distinct_storages, map_tensors, storage_key, tensors_in
@@ -261,12 +261,14 @@ class Holding:
     Attributes:
         made_at: the stage.
         saved_by: even numbers of the stages whose graphs hold it.
+        is_weight_copy: it is a copy of a weight in a narrower type.
     """
 
     size_bytes: int
     made_at: int
     storage: weakref.ref[torch.UntypedStorage]
     saved_by: set[int] = field(default_factory=set)
+    is_weight_copy: bool = False
 
 
 @dataclass
@@ -318,7 +320,8 @@ class _Watcher(TorchDispatchMode):
         for tensor in tensors_in(out):
             storage = tensor.untyped_storage()
             if storage not in self._known and storage_key(tensor) not in given:
-                holding = Holding(storage.nbytes(), self.stage, weakref.ref(storage))
+                is_copy = is_weight_copy(func, args, out)
+                holding = Holding(storage.nbytes(), self.stage, weakref.ref(storage), is_weight_copy=is_copy)
                 self._known[storage] = holding
                 self.anatomy.holdings.append(holding)
         return out

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode  # pinned by tests/test_memory.py
 from torch.utils.flop_counter import FlopCounterMode
 
 from ckptplan.memory import MemoryMeter
@@ -218,6 +220,52 @@ def stage_bytes(forward: StageForward, meter: MemoryMeter) -> StageCost:
         keeps_input=keeps_input,
         keeps_output=keeps_output,
     )
+
+
+@dataclass(frozen=True)
+class WeightCopies:
+    """Copies of weights in a narrower type, as autocast makes them.
+
+    Attributes:
+        weights: of which the forward makes copies, each once.
+        saved_bytes: of the copies that the stage's graph holds until its backward.
+    """
+
+    weights: tuple[nn.Parameter, ...]
+    saved_bytes: int
+
+
+def weight_copies(forward: StageForward) -> WeightCopies:
+    """Those of a stage, by one forward."""
+    with CopyWatch() as watch:
+        run = forward(lambda name: None)
+    root = _root(run)  # holds the graph, and nothing else does
+    run.inputs.clear()
+    run.output = None
+    alive = {id(storage): storage.nbytes() for _, ref in watch.found if (storage := ref()) is not None}
+    del root
+    return WeightCopies(tuple({id(w): w for w, _ in watch.found}.values()), sum(alive.values()))
+
+
+class CopyWatch(TorchDispatchMode):
+    """Notes the copies of weights in narrower types that are made while it is active, with their storages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[nn.Parameter, weakref.ref[torch.UntypedStorage]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if is_weight_copy(func, args, output):
+            self.found.append((args[0], weakref.ref(output.untyped_storage())))
+        return output
+
+
+def is_weight_copy(func: Any, args: Any, output: Any) -> bool:
+    """Whether an operator's call made a copy of a weight in a narrower type."""
+    if func is not torch.ops.aten._to_copy.default or not isinstance(args[0], nn.Parameter):
+        return False
+    return bool(output.element_size() < args[0].element_size())
 
 
 def backward_peak_with_inputs_held(forward: StageForward, meter: MemoryMeter) -> int:

@@ -14,6 +14,7 @@ from torch import nn
 
 from ckptplan.choices import Choices, option_forward
 from ckptplan.compiled_choices import compiled_forward
+from ckptplan.errors import BlockDeclarationError
 from ckptplan.kinds import Kind, block_forward, settled_bytes, with_loss
 from ckptplan.memory import make_meter
 from ckptplan.profiles import BlockProfile, StageCost
@@ -169,6 +170,29 @@ class SharedWeights:
 
     def _copied_at(self, stage: int) -> list[SharedWeight]:
         return [w for w in self.weights if w.is_copied and w.stages[-2] == stage]
+
+
+def require_copies_of_their_own(subject: Subject, calls: Sequence[BlockCall], kinds: Sequence[Kind]) -> None:
+    """Raise ``BlockDeclarationError`` where two calls share copies of weights in autocast's cache.
+
+    What one of them needs would depend on what becomes of the other, which no figures of single blocks can say.
+    """
+    users: dict[int, int] = {}
+    for order, (module, call, kind) in enumerate(zip(subject.modules, calls, kinds, strict=True)):
+        enabled, _, is_cached = call.autocast
+        if not (enabled and is_cached):
+            continue
+        names = {id(weight): name for name, weight in kind.module.named_parameters(remove_duplicate=False)}
+        for weight in kind.copied_weights:
+            name = names.get(id(weight))
+            own = weight if name is None else module.get_parameter(name)  # or one that it is handed
+            first = users.setdefault(id(own), order)
+            if first != order and own.requires_grad:
+                raise BlockDeclarationError(
+                    f"{subject.names[first]!r} and {subject.names[order]!r} compute with one weight "
+                    f"({name or 'handed to both'}) under an autocast that keeps one copy of it for both, so what one "
+                    "takes depends on the other: enter it with torch.autocast(..., cache_enabled=False)"
+                )
 
 
 def used_by_block(module: nn.Module, call: BlockCall) -> list[torch.Tensor]:

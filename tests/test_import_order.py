@@ -24,7 +24,7 @@ trace discovery observe kinds choices compiled_choices compiled_model regions ti
 plan gaps scaling targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
 planners.options planners.stairs planners.stretches planners.nested planners.milp
 planners.compiled planners.budgets planners.reasons planners
-curve certificate explanation
+curve explanation certificate
 validate apply dry_run proof equality benchmark budget autofit batch_size
 data.spec data.checks data.order data data.loading data.dataset data.digits data.images data.text data.tokens
 models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models.hf models
@@ -39,7 +39,7 @@ run_records run_profile run cli __main__
 TORCH_FREE = """
 errors units processes console config targets record graph options profiles selective plan gaps simulate check planners
 planners.tables planners.heuristic planners.fixed planners.flat planners.options planners.stairs planners.stretches
-planners.nested planners.milp planners.compiled planners.budgets planners.reasons curve certificate explanation
+planners.nested planners.milp planners.compiled planners.budgets planners.reasons curve explanation certificate
 data.spec runs jobs sweep_table sweeps report report.tables report.records report.steps report.figures
 report.vega report.tradeoff report.charts report.page report.export report.text report.__main__ cli
 """.split()

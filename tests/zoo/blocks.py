@@ -318,6 +318,11 @@ class TimeConditioned(Mlp):
         return x + self.branch(x * (1 + scale) + shift)
 
 
+class TakesPositions(Mlp):
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + self.branch(x + positions)
+
+
 class MaskedLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -180,6 +180,20 @@ class MaskedDecoder(Stack):
         return h
 
 
+class HandsPositions(Stack):
+    """Learned positions, of which each layer is handed a slice."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.positions = nn.Parameter(0.1 * torch.randn(256, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for layer in self.layers:
+            x = layer(x, self.positions[: x.shape[1]])
+        return x
+
+
 class Diffusion(nn.Module):
     """The embedding of the time step goes to every block."""
 
@@ -475,6 +489,18 @@ ENTRIES = [
     ),
     Entry("autocast inside", "half precision in a block", stack(kind.HalfInside)),
     Entry("autocast around", "half precision, its weight cache on", stack(kind.Mlp), loss_fn=under_autocast),
+    Entry(
+        "autocast around, a layer twice",
+        "two calls share copies of weights in its cache",
+        lambda: (OneLayerTwice(*(kind.Mlp() for _ in range(3))), rows()),
+        loss_fn=under_autocast,
+        refused="compute with one weight",
+    ),
+    Entry(
+        "positions for every block",
+        "a slice of one weight between the blocks",
+        lambda: (HandsPositions(*(kind.TakesPositions() for _ in range(3))), rows()),
+    ),
     Entry("Fourier mixing", "complex numbers", stack(kind.Fourier)),
     Entry("detached path", "a part without gradient", stack(kind.Detaches)),
 ]

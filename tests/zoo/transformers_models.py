@@ -48,6 +48,7 @@ BERT = SIZES | {"intermediate_size": 64, "vocab_size": VOCABULARY, "max_position
 VIT = SIZES | {"intermediate_size": 64, "image_size": 16, "patch_size": 4, "num_labels": 5}
 T5 = {"d_model": WIDTH, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY}
 T5 |= {"use_cache": False, "decoder_start_token_id": 0}
+DEBERTA = BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
 MIXTRAL = LLAMA | {"intermediate_size": 32, "num_local_experts": 3, "num_experts_per_tok": 2}
 
 TRANSFORMERS = [
@@ -83,6 +84,14 @@ TRANSFORMERS = [
         "transformers T5",
         "encoder and decoder",
         of("T5ForConditionalGeneration", tokens, **T5),
+        own_loss,
+        None,
+        is_slow=True,
+    ),
+    Entry(
+        "transformers DeBERTa",
+        "one table of relative positions, a weight, to every block",
+        of("DebertaV2ForMaskedLM", lambda: tokens(True), **DEBERTA),
         own_loss,
         None,
         is_slow=True,
