@@ -48,7 +48,7 @@ class Certificate:
         dry_run_peak_bytes: of a step on fake tensors (``verify_plan``); None: not run, or not possible.
         operator, block, phase: what ran at that peak.
         measured_peak_bytes: of a real step; None: not measured (yet).
-        weight_copies_bytes: of the predicted bytes, autocast's copies of weights in a narrower type that are held from the
+        weight_copies_bytes: of the predicted bytes, copies of weights that autocast made and that are held from the
             forward until backward; None: not known.
         with_options: the profile holds options inside blocks; else the bounds are those of plans over whole blocks.
     """

@@ -198,6 +198,7 @@ def block_forward(kind: Kind, device: torch.device, guards: Guards | None, call:
             pinned=kind.pinned,
             inputs_waiting=kind.waiting,
             handed_back=handed_back,
+            standing=kind.call.standing,
         )
 
     return forward
@@ -269,9 +270,9 @@ def _measure_run_in_backward(kind: Kind, device: torch.device, meter: MemoryMete
     if num_calls < 2:
         return  # backward needed nothing
     kept_input_bytes = sum(
-        storage.untyped_storage().nbytes()
-        for storage, kept in zip(distinct_storages(kind.call.boundary), kind.recompute.keeps_input, strict=True)
-        if kept
+        tensor.untyped_storage().nbytes()
+        for tensor, kept in zip(distinct_storages(kind.call.boundary), kind.recompute.keeps_input, strict=True)
+        if kept and storage_key(tensor) not in kind.call.standing
     )
     held_bytes = meter.level("start") + kept_input_bytes + kind.recompute.saved_bytes
     kind.stopped_forward_peak_bytes = meter.peak("again", "stopped") - meter.level("again")

@@ -16,7 +16,7 @@ import torch
 from torch.autograd import profiler
 from torch.utils._python_dispatch import TorchDispatchMode  # pinned by tests/test_memory.py
 
-from ckptplan.trees import storage_key, tensors_in
+from ckptplan.trees import given_storages, storage_key, tensors_in
 
 _MARK = "ckptplan mark "
 _CPU: Any = torch.autograd.DeviceType.CPU  # type: ignore[attr-defined]  # missing in torch's stubs
@@ -154,7 +154,7 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+        given = given_storages(args, kwargs)
         out = func(*args, **kwargs)
         for tensor in tensors_in(out):
             storage = tensor.untyped_storage()

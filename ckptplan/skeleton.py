@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode  # pinned by tests/test_memory.py
 
 from ckptplan.errors import BlockDeclarationError, CkptplanError, UnsupportedBoundaryError
-from ckptplan.stages import Bases, GradientLayout, Mark, allocate_gradients, copy_of, is_weight_copy, layout_of
+from ckptplan.stages import Bases, GradientLayout, Mark, allocate_gradients, base_of, copy_of, is_weight_copy, layout_of
 from ckptplan.subject import Subject
 from ckptplan.trace import BlockCall, boundary_of, exchanged_forwards, forget_graphs
-from ckptplan.trees import distinct_storages, map_tensors, storage_key, tensors_in
+from ckptplan.trees import distinct_storages, given_storages, map_tensors, storage_key, tensors_in
 
 
 @dataclass
@@ -160,7 +160,7 @@ class Step:
             elif storage_key(source) in self.skeleton.standing:
                 made[position] = source
             elif position in call.views:
-                bases[storage_key(source)] = _base_of(boundary[call.views[position]])
+                bases[storage_key(source)] = base_of(boundary[call.views[position]])
         entry = self._entry(number, boundary)
         fresh = [p for p, s in enumerate(sources) if p not in made and s.requires_grad]
         if fresh:
@@ -197,14 +197,6 @@ class Step:
         if arrival is not None:
             arrival.pinned = tuple(p for p, storage in zip(arrival.layout, held, strict=True) if storage is not None)
             arrival.pinned_bytes = sum({id(s): s.nbytes() for s in held if s is not None}.values())
-
-
-def _base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor's storage, flat; no view for autograd."""
-    storage = tensor.untyped_storage()
-    flat = tensor.new_empty(0)
-    flat.data = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
-    return flat
 
 
 class _Entry(torch.autograd.Function):
@@ -315,7 +307,7 @@ class _Watcher(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.stage % 2 == 0 and not self.has_run:
             self._begin()
-        given = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+        given = given_storages(args, kwargs)
         out = func(*args, **kwargs)
         for tensor in tensors_in(out):
             storage = tensor.untyped_storage()

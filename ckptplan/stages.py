@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,7 @@ class StageRun:
         inputs_waiting: the same for tensors of the boundary, by position.
         handed_back: filled by the backward, for the tensors of the boundary that came in.
         beside: what the model may hold meanwhile without it being the stage's; kept to the end, so that it cancels out.
+        standing: memory of inputs that stands before the step and after it (views of weights), by ``storage_key``.
     """
 
     inputs: list[torch.Tensor]
@@ -70,6 +71,7 @@ class StageRun:
     inputs_waiting: GradientLayout = field(default_factory=dict)
     handed_back: GradientLayout = field(default_factory=dict)
     beside: Any = None
+    standing: frozenset[int] = frozenset()
 
 
 # A stage as a function: it makes its inputs, calls mark("start") before and mark("ready") after
@@ -174,13 +176,26 @@ def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [copy_of(t, bases).requires_grad_(t.requires_grad) for t in tensors]
 
 
-def own_copies(tensors: Sequence[torch.Tensor], handed_back: GradientLayout | None = None) -> list[torch.Tensor]:
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's storage, flat; no view for autograd."""
+    storage = tensor.untyped_storage()
+    flat = tensor.new_empty(0)
+    flat.data = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
+    return flat
+
+
+def own_copies(
+    tensors: Sequence[torch.Tensor],
+    handed_back: GradientLayout | None = None,
+    standing: Collection[int] = (),
+) -> list[torch.Tensor]:
     """Copies of ``tensors``; those that require gradients are non-leaf tensors.
 
     Args:
         handed_back: takes how the gradients of the copies lie in memory when they arrive.
+        standing: memory, by ``storage_key``, that is not copied: the copies lie in it too.
     """
-    bases: Bases = {}
+    bases: Bases = {storage_key(t): base_of(t) for t in tensors if storage_key(t) in standing}
     made: Sequence[torch.Tensor | None] = [None] * len(tensors)
     if any(t.requires_grad for t in tensors):
         anchor = torch.empty(0, device=tensors[0].device, requires_grad=True)
@@ -194,7 +209,7 @@ def stage_bytes(forward: StageForward, meter: MemoryMeter) -> StageCost:
     with meter:
         run = forward(meter.mark)
         meter.mark("forward")
-        in_sizes, in_alive = _watch(run.inputs)
+        in_sizes, in_alive = _watch(run.inputs, run.standing)
         own_outputs = [] if run.is_loss else tensors_in(run.output)
         passed = {id(t.untyped_storage()) for t in run.inputs}
         out_sizes, out_alive = _watch(own_outputs)
@@ -273,7 +288,7 @@ def backward_peak_with_inputs_held(forward: StageForward, meter: MemoryMeter) ->
     with meter:
         run = forward(meter.mark)
         held = [t.detach() for t in run.inputs]
-        in_bytes = sum(_watch(held)[0])
+        in_bytes = sum(_watch(held, run.standing)[0])
         root = _root(run)
         run.inputs.clear()
         run.output = None
@@ -283,9 +298,11 @@ def backward_peak_with_inputs_held(forward: StageForward, meter: MemoryMeter) ->
     return max(0, meter.peak("saved", "done") - meter.level("start") - in_bytes)
 
 
-def _watch(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[weakref.ref[torch.UntypedStorage]]]:
+def _watch(
+    tensors: Sequence[torch.Tensor], standing: Collection[int] = ()
+) -> tuple[list[int], list[weakref.ref[torch.UntypedStorage]]]:
     storages = [t.untyped_storage() for t in distinct_storages(tensors)]
-    return [s.nbytes() for s in storages], [weakref.ref(s) for s in storages]
+    return [0 if id(s) in standing else s.nbytes() for s in storages], [weakref.ref(s) for s in storages]
 
 
 def _root(run: StageRun) -> torch.Tensor | None:

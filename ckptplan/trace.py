@@ -57,6 +57,7 @@ class BlockCall:
 
     Attributes:
         boundary: the tensors that earlier stages made, as distinct objects, in order.
+        standing: memory of these that stands before the step (they are views of weights), by ``storage_key``.
         signature: shapes, dtypes and gradient flags of every argument, as text.
         block: the number of the block among those declared.
         follows: it takes exactly what the call before returned, spread as ``call_block`` does it.
@@ -67,6 +68,7 @@ class BlockCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     boundary: list[torch.Tensor]
+    standing: frozenset[int] = frozenset()
     output: Any = None
     autocast: Autocast = (False, torch.float32, True)
     with_gradients: bool = True
@@ -81,7 +83,7 @@ class BlockCall:
         self, handed_back: GradientLayout | None = None
     ) -> tuple[list[torch.Tensor], tuple[Any, ...], dict[str, Any]]:
         """Owned copies of the boundary tensors, and the arguments with the copies in their places."""
-        copies = own_copies(self.boundary, handed_back)
+        copies = own_copies(self.boundary, handed_back, self.standing)
         by_id = {id(old): new for old, new in zip(self.boundary, copies, strict=True)}
         args, kwargs = map_tensors((self.args, self.kwargs), lambda t: by_id.get(id(t), t))
         return copies, args, kwargs
@@ -456,7 +458,8 @@ def _recorded(
     weights = {id(t) for t in given if t.is_leaf and t.requires_grad and storage_key(t) in standing}
     cut = {id(t): t if id(t) in weights else t.detach().requires_grad_(t.requires_grad) for t in given}
     # copies: the block may change its input in place, and what came in is what has to be recorded
-    cut.update((id(t), copy) for t, copy in zip(boundary, copies_of(boundary), strict=True))
+    made = [t for t in boundary if storage_key(t) not in standing]
+    cut.update((id(t), copy) for t, copy in zip(made, copies_of(made), strict=True))
     at_boundary = {id(t) for t in boundary}
     for key, stand_in in cut.items():  # an input of the user's that wants a gradient has one before the step
         if stand_in.requires_grad and key not in at_boundary | weights:
@@ -465,7 +468,12 @@ def _recorded(
     own_boundary = [cut[id(t)] for t in boundary]
     inside = {id(t) for t in own_boundary}
     return BlockCall(
-        own_args, own_kwargs, own_boundary, autocast=autocast, signature=call_signature(own_args, own_kwargs, inside)
+        own_args,
+        own_kwargs,
+        own_boundary,
+        frozenset(storage_key(t) for t in boundary) & standing,
+        autocast=autocast,
+        signature=call_signature(own_args, own_kwargs, inside),
     )
 
 

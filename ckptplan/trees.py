@@ -133,6 +133,12 @@ def storage_key(tensor: torch.Tensor) -> int:
     return id(tensor.untyped_storage())
 
 
+def given_storages(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+    """Memory that an operator is called with, by ``storage_key``: that of tensors, and bare storages (``set_``)."""
+    bare = {id(argument) for argument in args if isinstance(argument, torch.UntypedStorage)}
+    return bare | {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+
+
 def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """One tensor per distinct storage, in order of first appearance."""
     by_key: dict[int, torch.Tensor] = {}
