@@ -138,6 +138,8 @@ def _weight_copies_bytes(chain: ChainProfile, nodes: Sequence[PlanNode]) -> int 
     """Of all that is kept; a recomputed block makes its copies again."""
     kept = [region.cost for region in chain.regions]
     for node in nodes:
+        if isinstance(node, CompiledModel):
+            return None
         if isinstance(node, Keep):
             kept.append(chain[node.block].keep or StageCost(0, 0, 0))
         elif not isinstance(node, Recompute):
