@@ -15,11 +15,11 @@ import numpy as np
 
 from ckptplan.errors import CheckpointNotFoundError, DamagedCheckpointError, StateError
 from ckptplan.state import reading
+from ckptplan.state.disk import fsync_folder, new_file
 from ckptplan.state.folder import read_manifest
 from ckptplan.state.manifest import RankPart, View, dtype_bytes, format_of
 from ckptplan.state.storage import Storage
 from ckptplan.state.tree import BadValueError, leaves_of
-from ckptplan.state.writer_program import fsync_folder, new_file
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"

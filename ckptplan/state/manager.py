@@ -28,6 +28,7 @@ from ckptplan.errors import (
     StateMismatchError,
 )
 from ckptplan.state.agreement import agree_on_contents, agree_on_faults, as_state_error, raise_first
+from ckptplan.state.attempt import pack_job
 from ckptplan.state.config import ManagerConfig, open_location
 from ckptplan.state.coordinator import Coordinator, current_coordinator
 from ckptplan.state.decisions import decide, info_of
@@ -41,7 +42,6 @@ from ckptplan.state.memory import no_collection
 from ckptplan.state.saving import Job, Saver, as_save_failure
 from ckptplan.state.snapshot import Encoded, Snapshots, encode_items
 from ckptplan.state.storage import Storage, delete_checkpoint
-from ckptplan.state.writer_program import pack_job
 
 _log = logging.getLogger(__name__)
 _managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()

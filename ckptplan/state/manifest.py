@@ -14,8 +14,8 @@ from math import prod
 from typing import Any
 
 from ckptplan.errors import DamagedCheckpointError, UnsupportedStateVersionError
+from ckptplan.state.attempt import checksum, split_digest
 from ckptplan.state.ids import is_file_name, is_name
-from ckptplan.state.writer_program import checksum, split_digest
 from ckptplan.units import GIB, MIB
 
 FORMAT = "ckptplan-state"

@@ -16,10 +16,10 @@ from typing import Literal
 
 import xxhash
 
+from ckptplan.state.attempt import checksum
 from ckptplan.state.manifest import RankPart, StoredFile
 from ckptplan.state.parallel import run_all
 from ckptplan.state.storage import ReadInto, Storage
-from ckptplan.state.writer_program import checksum
 from ckptplan.units import MIB
 
 _RUN_BYTES = MIB  # neighbours are fetched together up to this size

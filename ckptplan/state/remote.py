@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 
 import fsspec
 
+from ckptplan.state.attempt import Attempt, Refused, checksum
+from ckptplan.state.disk import Duplicate, Report
 from ckptplan.state.failures import Patience
 from ckptplan.state.ids import MANIFEST, SUPERSEDED, is_name
 from ckptplan.state.parallel import run_all
 from ckptplan.state.reading import FAR_THREADS
 from ckptplan.state.storage import ReadInto, Storage, delete_checkpoint
-from ckptplan.state.writer_program import Attempt, Duplicate, Refused, Report, checksum
 from ckptplan.units import MIB
 
 _COPY_BYTES = 16 * MIB

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 from ckptplan.errors import DuplicateCheckpointError, SaveFailedError, StateError, WriterDiedError
 from ckptplan.state.arena import Arena, memory_of
+from ckptplan.state.attempt import Attempt, Json
+from ckptplan.state.disk import Duplicate
 from ckptplan.state.folder import CheckpointInfo
 from ckptplan.state.future import Future
 from ckptplan.state.ids import TAKEN
@@ -24,7 +26,6 @@ from ckptplan.state.reading import num_threads
 from ckptplan.state.snapshot import Snapshot
 from ckptplan.state.storage import Storage
 from ckptplan.state.writer import WriterProcess, is_supported
-from ckptplan.state.writer_program import Attempt, Duplicate, Json
 from ckptplan.units import format_bytes
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckptplan.state.disk import delete_folder, fsync_folder, new_file
 from ckptplan.state.ids import ATTEMPT_PREFIX, MANIFEST, TRASH_PREFIX
-from ckptplan.state.writer_program import delete_folder, fsync_folder, new_file
 
 ReadInto = Callable[[int, memoryview], None]
 """(offset in the file, memory to fill) -> None. Raises OSError when the file ends before."""

@@ -12,19 +12,14 @@ from pathlib import Path
 import pytest
 
 # The writer as it is, but that each checkpoint takes half a second more.
-SLOW_WRITER = """
-import importlib.util, os, sys, time
-os.setpgid(0, 0)
-sys.path.append(sys.argv[3])
-spec = importlib.util.spec_from_file_location("writer", {real!r})
-writer = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(writer)
-finish = writer.Attempt.finish
-def slow(self):
-    time.sleep(0.5)
-    finish(self)
-writer.Attempt.finish = slow
-writer.main()
+SLOWER = """
+    import time
+    finish = Attempt.finish
+    def slow(self):
+        time.sleep(0.5)
+        finish(self)
+    Attempt.finish = slow
+    main()
 """
 
 PROGRAM = """
@@ -141,8 +136,12 @@ print(f"{kind}: most memory beside the state {(most - base) / state_bytes:.2f} x
 def test_each_stored_step_is_that_of_its_call_and_memory_is_that_of_one_copy(tmp_path: Path, kind: str) -> None:
     from ckptplan.state import writer_program
 
+    program = Path(writer_program.__file__).read_text()
+    assert program.endswith("\n    main()\n")
     slow_writer = tmp_path / "slow_writer.py"
-    slow_writer.write_text(SLOW_WRITER.format(real=writer_program.__file__))
+    slow_writer.write_text(
+        program.replace("__file__", repr(writer_program.__file__)).removesuffix("\n    main()\n") + SLOWER
+    )
     command = [sys.executable, "-c", PROGRAM, str(slow_writer), kind, str(tmp_path / "state")]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -23,8 +23,8 @@ from ckptplan.errors import (
     UnsupportedStateVersionError,
 )
 from ckptplan.state import CheckpointManager
+from ckptplan.state.attempt import split_digest, with_digest
 from ckptplan.state.manifest import parse_manifest
-from ckptplan.state.writer_program import split_digest, with_digest
 
 NAMES = ("model.0.safetensors", "other.0.safetensors", "manifest.json")
 

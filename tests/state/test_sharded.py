@@ -268,7 +268,7 @@ def test_ranks_that_describe_a_tensor_differently_save_nothing(tmp_path: Path) -
 
 def test_a_missing_part_is_seen_before_anything_changes(tmp_path: Path) -> None:
     """A manifest that a faulty program wrote: whole by its checksums, but not the whole tensor."""
-    from ckptplan.state.writer_program import split_digest, with_digest
+    from ckptplan.state.attempt import split_digest, with_digest
 
     save(tmp_path, ROWS[2], {"w": torch.ones(6, 2)})
     path = tmp_path / "a" / "manifest.json"
