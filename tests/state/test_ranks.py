@@ -27,8 +27,8 @@ def tell(**facts):
 """
 
 
-def run_ranks(tmp_path: Path, code: str, world: int = 2) -> list[dict[str, Any]]:
-    """What each rank told, by rank; every rank must end well."""
+def run_ranks(tmp_path: Path, code: str, world: int = 2, killed: int | None = None) -> list[dict[str, Any]]:
+    """What each rank told, by rank; every rank must end well, but for one that kills itself, which tells nothing."""
     meeting = tmp_path / f"meeting-{len(list(tmp_path.iterdir()))}"
     ranks = [
         subprocess.Popen(
@@ -42,7 +42,9 @@ def run_ranks(tmp_path: Path, code: str, world: int = 2) -> list[dict[str, Any]]
     told = []
     for number, process in enumerate(ranks):
         output, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, f"rank {number}: {errors}"
+        assert process.returncode == (-9 if number == killed else 0), f"rank {number}: {errors}"
+        if number == killed:
+            continue
         told.append(json.loads(output.splitlines()[-1]))
     return told
 
@@ -180,6 +182,39 @@ def test_a_rank_whose_writer_dies_publishes_nothing_half(tmp_path: Path) -> None
         assert facts["there"] == ["first", "third"]
     with CheckpointManager(tmp_path / "s") as states:
         assert states.verify("first") == states.verify("third") == []
+
+
+RANK_DIES = """
+import signal
+meet()
+states = CheckpointManager(location, items={"mine": ItemSpec(scope="per_rank")}, timeout_s=5)
+payload = {"w": torch.ones(1000), "mine": torch.full((5,), rank), "n": 1}
+states.save("first", payload).result(60)
+if rank == 1:
+    if WHEN == "handed over":
+        states.save("second", payload)
+    os.kill(os.getpid(), signal.SIGKILL)
+errors = [states.save(name, payload).exception(60) for name in ("second", "third")]
+tell(errors=[type(error).__name__ for error in errors], there=[info.checkpoint_id for info in states.list()])
+states.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "errors", "there"),
+    [
+        ("before", ["SaveFailedError", "SaveFailedError"], ["first"]),
+        ("handed over", ["NoneType", "SaveFailedError"], ["first", "second"]),
+    ],
+)
+def test_a_killed_rank_loses_nothing_that_was_handed_over_and_holds_up_nobody(
+    tmp_path: Path, when: str, errors: list[str], there: list[str]
+) -> None:
+    (told,) = run_ranks(tmp_path, f"WHEN = {when!r}\n{RANK_DIES}", killed=1)
+    assert told == {"errors": errors, "there": there}
+    with CheckpointManager(tmp_path / "s") as states:
+        assert [info.checkpoint_id for info in states.list()] == there
+        assert [states.verify(name) for name in there] == [[]] * len(there)
 
 
 def test_damage_is_the_same_error_on_every_rank(tmp_path: Path) -> None:
