@@ -117,7 +117,7 @@ def maximize(
 ) -> Maximized:
     """Micro-batch, plan and accumulation together: the largest batch that fits, and the fastest.
 
-    The model is measured at two sizes of batch, and at one sample. Bytes, FLOPs and times of each of its stages are
+    The model is measured at two sizes of batch. Bytes, FLOPs and times of each of its stages are
     affine in the size, and the peak of a step is simulated from them at any other. What is found is confirmed by dry
     runs, at the largest batch and one above it, and by real steps of the answer, at most three. The model is left as it
     was: apply ``result.chosen.plan`` with ``checkpointed``, or call ``fit`` with a batch of that size.
@@ -223,7 +223,8 @@ class _Search:
         return AffineProfile(low, self.sizes[0], high, self.sizes[1])
 
     def profile(self, size: int) -> ChainProfile:
-        return self.profile_of_one if size == 1 else self.profile_at(size)
+        """One sample is measured only where it has to be: its figures on the line are a little too large."""
+        return self.profile_of_one if size == 1 and not self._fits_by(self.profile_at(1), 1) else self.profile_at(size)
 
     @cached_property
     def profile_of_one(self) -> ChainProfile:
@@ -250,7 +251,10 @@ class _Search:
         return allowed_bytes(kind, amount, unplanned, static, self.device)
 
     def fits(self, size: int) -> bool:
-        return least_peak_of(self.planner, self.profile(size))[0] <= self.allowed(size)
+        return self._fits_by(self.profile(size), size)
+
+    def _fits_by(self, profile: ChainProfile, size: int) -> bool:
+        return least_peak_of(self.planner, profile)[0] <= self.allowed(size)
 
     def point(self, size: int) -> BatchPoint:
         profile, allowed = self.profile(size), self.allowed(size)
