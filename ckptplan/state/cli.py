@@ -11,17 +11,18 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ckptplan.errors import CheckpointNotFoundError, StateError
-from ckptplan.state.export import DEFAULT_SHARD_BYTES, export_item
+from ckptplan.state.export import DEFAULT_SHARD_BYTES, dense_bytes, export_item
 from ckptplan.state.folder import Folder, read_manifest
 from ckptplan.state.ids import check_id
 from ckptplan.state.lock import FolderLock
 from ckptplan.state.manifest import Manifest, RankPart
 from ckptplan.state.storage import StorageConfig, delete_checkpoint
+from ckptplan.state.stored import ShardedTensors, StoredTensor, stored_tensor
 from ckptplan.state.tree import BadValueError, Json, leaves_of
 from ckptplan.units import format_bytes, parse_bytes
 
@@ -140,9 +141,10 @@ def _diff(parsed: argparse.Namespace) -> int:
     first, second = (_contents(manifest) for manifest in manifests)
     differences = [f"- {path}: only in {manifests[0].checkpoint_id}" for path in first if path not in second]
     differences += [f"+ {path}: only in {manifests[1].checkpoint_id}" for path in second if path not in first]
+    names = [manifest.checkpoint_id for manifest in manifests]
     for path in first:
-        if path in second and first[path] != second[path]:
-            before, after = first[path][0], second[path][0]
+        if path in second and not _is_same(folder, names, first[path], second[path]):
+            before, after = first[path].description, second[path].description
             differences.append(
                 f"~ {path}: {before} -> {after}" if before != after else f"~ {path}: {before}, other values"
             )
@@ -188,23 +190,51 @@ def _leaves(part: RankPart, item: str) -> list[tuple[str, Json]]:
         raise StateError(f"item {item!r} is not what this version writes: {error}") from None
 
 
-def _contents(manifest: Manifest) -> dict[str, tuple[str, Any]]:
-    """Every value by its path: a description, and what tells it from another (checksums, for a tensor)."""
+@dataclass(frozen=True)
+class _Value:
+    """A value of a checkpoint; `tensor` where it has bytes in the files."""
+
+    description: str
+    text: str
+    tensor: StoredTensor | None
+
+
+def _contents(manifest: Manifest) -> dict[str, _Value]:
+    """Every value by its path."""
     found = {}
+    sharded = ShardedTensors(manifest)
     for part in manifest.ranks:
         for name, item in part.items.items():
             start = name if item.scope == "global" else f"{name}[rank {part.rank}]"
             for path, node in _leaves(part, name):
-                found[f"{start}.{path}" if path else start] = _describe(part, node), _identity(part, node)
+                full = f"{start}.{path}" if path else start
+                tensor = stored_tensor(part, node, sharded, full)
+                if tensor is None:
+                    found[full] = _Value(_describe(part, node), json.dumps(node), None)
+                else:
+                    found[full] = _Value(f"{tensor.dtype} {list(tensor.shape)}", "", tensor)
     return found
 
 
-def _identity(part: RankPart, node: Json) -> Any:
-    number = _leaf_number(part, node)
-    if number is None:
-        return json.dumps(node)
-    view = part.tensors[number]
-    return view.offset_bytes, view.stride, part.chunk_bytes, part.spans[view.span].chunks
+def _is_same(folder: Folder, names: Sequence[str], first: _Value, second: _Value) -> bool:
+    """By the checksums where both lie alike; by reading them where they do not, such as on other ranks."""
+    if first.tensor is None or second.tensor is None or first.description != second.description:
+        return first == second
+    (layout, checksums), (other_layout, other_checksums) = _layout(first.tensor), _layout(second.tensor)
+    if layout == other_layout:
+        return checksums == other_checksums
+    before, after = (
+        dense_bytes(folder.storage, name, tensor)
+        for name, tensor in zip(names, (first.tensor, second.tensor), strict=True)
+    )
+    return before == after
+
+
+def _layout(tensor: StoredTensor) -> tuple[Any, Any]:
+    """How a tensor lies, and the checksums of its parts."""
+    parts = sorted(tensor.parts, key=lambda part: part.offsets)
+    layout = [(p.offsets, p.view.shape, p.view.offset_bytes, p.view.stride, p.part.chunk_bytes) for p in parts]
+    return layout, [p.part.spans[p.view.span].chunks for p in parts]
 
 
 def _describe(part: RankPart, node: Json) -> str:
@@ -214,6 +244,11 @@ def _describe(part: RankPart, node: Json) -> str:
         return f"{view.dtype} {list(view.shape)}"
     if isinstance(node, dict):
         tag, content = next(iter(node.items()))
+        if tag == "sharded":
+            placed = (
+                f"{', '.join(content['placements'])} on a mesh of {content['mesh']}" if content["mesh"] else "sharded"
+            )
+            return f"{content['dtype']} {content['shape']}, {placed}"
         return f"{tag} {json.dumps(content):.60}" if content else f"empty {tag}"
     return "empty list" if node == [] else f"{json.dumps(node):.60}"
 

@@ -19,6 +19,7 @@ from ckptplan.state.disk import fsync_folder, new_file
 from ckptplan.state.folder import read_manifest
 from ckptplan.state.manifest import RankPart, View, dtype_bytes, format_of
 from ckptplan.state.storage import Storage
+from ckptplan.state.stored import ShardedTensors, StoredTensor, stored_tensor
 from ckptplan.state.tree import BadValueError, leaves_of
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -46,13 +47,13 @@ def export_item(
     part = manifest.ranks[0]
     if item not in part.items:
         raise CheckpointNotFoundError(f"{checkpoint_id!r} has no item {item!r}; it has {', '.join(part.items)}")
-    tensors, skipped = _tensors(part, item)
+    tensors, skipped = _tensors(part, item, ShardedTensors(manifest))
     if target.exists() and any(target.iterdir()):
         raise StateError(f"{target} is not empty")
     is_new = not target.exists()
     target.mkdir(parents=True, exist_ok=True)
     try:
-        names = _write_set(storage, checkpoint_id, part, tensors, target, shard_bytes)
+        names = _write_set(storage, checkpoint_id, tensors, target, shard_bytes)
     except BaseException:  # half a set would look like a whole one
         for path in target.iterdir():
             path.unlink()
@@ -63,7 +64,7 @@ def export_item(
 
 
 def _write_set(
-    storage: Storage, checkpoint_id: str, part: RankPart, tensors: dict[str, View], target: Path, shard_bytes: int
+    storage: Storage, checkpoint_id: str, tensors: dict[str, StoredTensor], target: Path, shard_bytes: int
 ) -> list[str]:
     """Writes the files into the empty folder `target`; their names."""
     shards = _shards(tensors, shard_bytes)
@@ -71,10 +72,10 @@ def _write_set(
     if len(shards) > 1:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
-        _write_shard(storage, checkpoint_id, part, shard, target / name)
+        _write_shard(storage, checkpoint_id, shard, target / name)
     if len(shards) > 1:
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        total = sum(_size(view) for view in tensors.values())
+        total = sum(_size(tensor) for tensor in tensors.values())
         index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
         with new_file(str(target / _INDEX)) as descriptor, open(descriptor, "w", closefd=False) as file:
             file.write(index)
@@ -83,44 +84,44 @@ def _write_set(
     return names
 
 
-def _tensors(part: RankPart, item: str) -> tuple[dict[str, View], list[str]]:
-    """Views by dotted name, and the names of what is no tensor."""
-    tensors: dict[str, View] = {}
+def _tensors(part: RankPart, item: str, sharded: ShardedTensors) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Tensors by dotted name, and the names of what is no tensor."""
+    tensors: dict[str, StoredTensor] = {}
     skipped = []
     try:
         for path, node in leaves_of(part.items[item].tree, ""):
-            number = node.get("tensor") if isinstance(node, dict) else None
-            if number is None:
+            name = path or item
+            tensor = stored_tensor(part, node, sharded, name)
+            if tensor is None or (isinstance(node, dict) and "array" in node):
                 skipped.append(path)
                 continue
-            name = path or item
-            if number >= len(part.tensors) or name == "__metadata__":
+            if name == "__metadata__":
                 raise BadValueError(f"{name}: cannot be exported")
             if name in tensors:
                 raise StateError(f"two tensors of {item!r} would have the name {name!r} in the export")
-            tensors[name] = part.tensors[number]
+            tensors[name] = tensor
     except BadValueError as error:
         raise StateError(f"item {item!r} is not what this version writes: {error}") from None
     return tensors, skipped
 
 
-def _shards(tensors: dict[str, View], shard_bytes: int) -> list[dict[str, View]]:
-    shards: list[dict[str, View]] = [{}]
+def _shards(tensors: dict[str, StoredTensor], shard_bytes: int) -> list[dict[str, StoredTensor]]:
+    shards: list[dict[str, StoredTensor]] = [{}]
     used = 0
-    for name, view in tensors.items():
-        if shards[-1] and used + _size(view) > shard_bytes:
+    for name, tensor in tensors.items():
+        if shards[-1] and used + _size(tensor) > shard_bytes:
             shards.append({})
             used = 0
-        shards[-1][name] = view
-        used += _size(view)
+        shards[-1][name] = tensor
+        used += _size(tensor)
     return shards
 
 
-def _size(view: View) -> int:
+def _size(view: View | StoredTensor) -> int:
     return prod(view.shape) * dtype_bytes(view.dtype)
 
 
-def _write_shard(storage: Storage, folder: str, part: RankPart, shard: dict[str, View], path: Path) -> None:
+def _write_shard(storage: Storage, folder: str, shard: dict[str, StoredTensor], path: Path) -> None:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     # Wider elements first: aligned without holes, which the format does not allow.
@@ -134,10 +135,24 @@ def _write_shard(storage: Storage, folder: str, part: RankPart, shard: dict[str,
     with new_file(str(path)) as descriptor, open(descriptor, "wb", closefd=False) as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for name in ordered:
-            file.write(_dense_bytes(storage, folder, part, shard[name]))
+            file.write(dense_bytes(storage, folder, shard[name]))
 
 
-def _dense_bytes(storage: Storage, folder: str, part: RankPart, view: View) -> memoryview:
+def dense_bytes(storage: Storage, folder: str, tensor: StoredTensor) -> memoryview:
+    """The bytes of a whole tensor, read, checked and put together. Raises DamagedCheckpointError."""
+    if len(tensor.parts) == 1 and tensor.parts[0].view.shape == tensor.shape:
+        return _dense_part(storage, folder, tensor.parts[0].part, tensor.parts[0].view)
+    item_bytes = dtype_bytes(tensor.dtype)
+    whole = np.empty((*tensor.shape, item_bytes), np.uint8)
+    for part, view, offsets in tensor.parts:
+        bytes_of_part = np.frombuffer(_dense_part(storage, folder, part, view), np.uint8)
+        ranges = zip(offsets, view.shape, strict=True)
+        box = tuple(slice(start, start + size) for start, size in ranges)
+        whole[box] = bytes_of_part.reshape(*view.shape, item_bytes)
+    return memoryview(whole.tobytes())
+
+
+def _dense_part(storage: Storage, folder: str, part: RankPart, view: View) -> memoryview:
     buffer = memoryview(bytearray(part.spans[view.span].size_bytes))
     faults = reading.read_spans(storage, folder, part, [view.span], target=lambda span: buffer)
     if faults:

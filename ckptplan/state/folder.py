@@ -13,6 +13,7 @@ from ckptplan.state.ids import MANIFEST, is_name, step_of
 from ckptplan.state.manifest import MOST_MANIFEST_BYTES, Manifest, parse_manifest, parse_summary, sequence_in_damaged
 from ckptplan.state.parallel import run_all
 from ckptplan.state.storage import Storage
+from ckptplan.state.stored import sharding_faults
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,10 @@ class Folder:
             raise
         except StateError as error:
             return list(error.faults)
-        return reading.check_everything(self.storage.origin, checkpoint_id, manifest.ranks)
+        return [
+            *sharding_faults(manifest),
+            *reading.check_everything(self.storage.origin, checkpoint_id, manifest.ranks),
+        ]
 
     def _candidates(self) -> Iterator[str]:
         return (name for name in self.storage.names() if is_name(name) and name != "superseded")

@@ -21,8 +21,9 @@ from ckptplan.state.manifest import Manifest, RankPart, StoredItem, View
 from ckptplan.state.memory import available_bytes
 from ckptplan.state.merging import Finish, Request, merge
 from ckptplan.state.resharder import DefaultResharder, Piece, Resharder
-from ckptplan.state.slicing import ShardedTensors, Slices, StoredTensor, dense_strides
+from ckptplan.state.slicing import Slices
 from ckptplan.state.storage import Storage
+from ckptplan.state.stored import ShardedTensors, StoredTensor, dense_strides
 from ckptplan.state.values import has_state, numpy_dtype, torch_dtype
 from ckptplan.units import MIB
 

@@ -22,7 +22,7 @@ from ckptplan.state.objects import (
     unwrap,
 )
 from ckptplan.state.resharder import Piece, Resharder, empty_like, is_dtensor
-from ckptplan.state.slicing import ShardedTensors, StoredTensor
+from ckptplan.state.stored import ShardedTensors, StoredTensor
 from ckptplan.state.tree import CONTAINERS, LEAF_TAGS, MAPPINGS, BadValueError, Json, pairs_of, tag_of
 from ckptplan.state.values import build_sequence, decode, has_state, torch_dtype
 

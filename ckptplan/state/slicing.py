@@ -1,8 +1,7 @@
 """Tensors that are stored in parts, or wanted in parts: which bytes of which files a rank needs, read and put in place.
 
-A stored tensor is a list of parts, each a box of the whole somewhere in a file; a plain one is its own only part. What
-is wanted is a list of pieces of memory, each a box too. Where two boxes meet, bytes are copied: straight from the file
-where they follow each other on both sides, else through a buffer.
+What is stored is a list of parts, and what is wanted is a list of pieces of memory, each a box of the whole. Where two
+boxes meet, bytes are copied: straight from the file where they follow each other on both sides, else through a buffer.
 """
 
 from __future__ import annotations
@@ -11,81 +10,19 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 import torch
 
 from ckptplan.state import reading
-from ckptplan.state.boxes import BoxIndex
-from ckptplan.state.manifest import DTYPE_BYTES, Manifest, RankPart, View
+from ckptplan.state.manifest import DTYPE_BYTES, RankPart, View
 from ckptplan.state.resharder import Piece
 from ckptplan.state.storage import Storage
-from ckptplan.state.tree import BadValueError, Json
+from ckptplan.state.stored import StoredTensor, dense_strides
 from ckptplan.state.values import torch_dtype
 from ckptplan.units import MIB
 
 _PASS_BYTES = 64 * MIB  # of buffers at a time
 _SLICE_BYTES = 16 * MIB  # read at once
-
-
-class Part(NamedTuple):
-    """Where a part of a tensor is stored, and where it begins in the whole."""
-
-    part: RankPart
-    view: View
-    offsets: tuple[int, ...]
-
-
-class StoredTensor:
-    """A tensor as it is stored, in one part or in many."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: str, parts: Sequence[Part]) -> None:
-        self.shape, self.dtype, self.parts = shape, dtype, parts
-        self.index = BoxIndex([part.offsets for part in parts], [part.view.shape for part in parts], len(shape))
-        self._same_bytes: tuple[object, ...] | None = None
-
-    @classmethod
-    def plain(cls, part: RankPart, view: View) -> StoredTensor:
-        """One that is stored as a whole."""
-        return cls(view.shape, view.dtype, [Part(part, view, (0,) * len(view.shape))])
-
-    def same_bytes(self) -> tuple[object, ...]:
-        """Equal for two tensors that are stored once."""
-        if self._same_bytes is None:
-            self._same_bytes = tuple(
-                (part.part.rank, part.view.span, part.view.offset_bytes, part.view.stride, part.offsets)
-                for part in self.parts
-            )
-        return self._same_bytes
-
-
-class ShardedTensors:
-    """The sharded tensors of a checkpoint, by number."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._parts: dict[int, list[Part]] = {}
-        for part in manifest.ranks:
-            for view in part.tensors:
-                if view.shard is not None:
-                    number, offsets = view.shard
-                    self._parts.setdefault(number, []).append(Part(part, view, offsets))
-        self._found: dict[int, StoredTensor] = {}
-
-    def of(self, content: Json, path: str) -> StoredTensor:
-        """The tensor that the leaf of a tree means. Raises BadValueError unless its parts are exactly the whole."""
-        number, shape, dtype = content["number"], tuple(content["shape"]), content["dtype"]
-        if number not in self._found:
-            self._found[number] = StoredTensor(shape, dtype, self._parts.get(number, []))
-        found = self._found[number]
-        fits = all(part.view.dtype == dtype and len(part.offsets) == len(shape) for part in found.parts)
-        if dtype not in DTYPE_BYTES or found.shape != shape or not fits:
-            raise BadValueError(f"{path}: the parts of sharded tensor {number} are not parts of {dtype} {list(shape)}")
-        if not found.index.lie_within(shape) or found.index.total() != prod(shape):
-            stored = found.index.total()
-            raise BadValueError(
-                f"{path}: {stored} elements are stored for {dtype} {list(shape)}, which has {prod(shape)}"
-            )
-        return found
 
 
 @dataclass
@@ -206,16 +143,6 @@ def _batches(slices: list[_Slice]) -> Iterator[list[_Slice]]:
             batch, size_bytes = [], 0
     if batch:
         yield batch
-
-
-def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides in elements of a tensor without holes."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    return tuple(strides)
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

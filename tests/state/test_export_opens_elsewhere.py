@@ -11,6 +11,7 @@ import transformers
 
 from ckptplan.state import CheckpointManager
 from ckptplan.state.cli import main
+from tests.state.test_sharded import ROWS, save
 
 
 def tiny(kind: str) -> torch.nn.Module:
@@ -39,3 +40,16 @@ def test_from_pretrained_opens_an_exported_model(tmp_path: Path, kind: str, shar
     tokens = torch.arange(8)[None]
     with torch.no_grad():
         assert torch.equal(opened(tokens).logits, model(tokens).logits)
+
+
+def test_from_pretrained_opens_a_model_that_three_ranks_saved(tmp_path: Path) -> None:
+    model = tiny("llama").eval()
+    save(tmp_path / "state", ROWS[3], dict(model.state_dict()))
+    target = tmp_path / "exported"
+    assert main(["export", str(tmp_path / "state"), "a", str(target), "--shard-size", "8KiB"]) == 0
+    model.config.save_pretrained(target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        opened = type(model).from_pretrained(target)
+    for name, value in model.state_dict().items():
+        assert torch.equal(opened.state_dict()[name], value), name

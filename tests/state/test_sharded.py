@@ -13,9 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from ckptplan.errors import DamagedCheckpointError, SaveFailedError, StateMismatchError
 from ckptplan.state import CheckpointManager, ItemSpec, LocalStorage
+from ckptplan.state.attempt import split_digest, with_digest
+from ckptplan.state.cli import main
+from ckptplan.state.export import export_item
 from tests.state.test_boxes import layouts
 from tests.state.thread_ranks import ByHand, Layout, ThreadRank, on_ranks
 
@@ -268,8 +272,6 @@ def test_ranks_that_describe_a_tensor_differently_save_nothing(tmp_path: Path) -
 
 def test_a_missing_part_is_seen_before_anything_changes(tmp_path: Path) -> None:
     """A manifest that a faulty program wrote: whole by its checksums, but not the whole tensor."""
-    from ckptplan.state.attempt import split_digest, with_digest
-
     save(tmp_path, ROWS[2], {"w": torch.ones(6, 2)})
     path = tmp_path / "a" / "manifest.json"
     body, _ = split_digest(path.read_bytes())
@@ -279,3 +281,42 @@ def test_a_missing_part_is_seen_before_anything_changes(tmp_path: Path) -> None:
         with pytest.raises(StateMismatchError, match=r"6 elements are stored for float32 \[6, 2\], which has 12"):
             states.load("a", into={"model": {"w": target}})
         assert not target.any()
+        assert states.verify("a") == ["model.w: 6 elements are stored for float32 [6, 2], which has 12"]
+
+
+def test_the_command_line_sees_whole_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {"w": torch.randn(7, 6), "b": torch.randn(5), "s": torch.tensor(2.0)}
+    matrices = {"w": tensors["w"], "b": tensors["b"]}
+    save(tmp_path / "two", ROWS[2], matrices, n=3)
+    save(tmp_path / "three", Layout((3,), (None,)), matrices, n=3)
+    save(tmp_path / "four", Layout((2, 2), (None, None)), tensors)
+    (tmp_path / "all").mkdir()
+    for name in ("two", "three"):
+        (tmp_path / name / "a").rename(tmp_path / "all" / name)
+        path = tmp_path / "all" / name / "manifest.json"
+        body, _ = split_digest(path.read_bytes())
+        path.write_bytes(with_digest(body.replace(b'"id":"a"', f'"id":"{name}"'.encode())))
+    location = str(tmp_path / "all")
+    assert main(["verify", location]) == 0
+    assert main(["ls", location]) == 0
+    capsys.readouterr()
+    assert main(["show", location, "two"]) == 0
+    shown = capsys.readouterr().out
+    assert "w  float32 [7, 6], S0 on a mesh of [2]" in shown
+    assert "n  3" in shown
+    assert main(["diff", location, "two", "three"]) == 0, "the same values, however they lie"
+    assert main(["export", location, "two", str(tmp_path / "out")]) == 0
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == {"w", "b"}
+    assert torch.equal(exported["w"], tensors["w"])
+    assert torch.equal(exported["b"], tensors["b"])
+    export_item(LocalStorage(tmp_path / "four"), "a", "model", tmp_path / "out4")
+    assert torch.equal(load_file(tmp_path / "out4" / "model.safetensors")["s"], tensors["s"])
+    save(tmp_path / "changed", ROWS[3], {"w": tensors["w"] + 1, "b": tensors["b"]}, n=3)
+    (tmp_path / "changed" / "a").rename(tmp_path / "all" / "a")
+    capsys.readouterr()
+    assert main(["diff", location, "two", "a"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "~ model.w: float32 [7, 6], other values",
+        "1 differences in 3 values",
+    ]
