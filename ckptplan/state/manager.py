@@ -315,7 +315,7 @@ class CheckpointManager:
             raise StateError("this manager is closed; make a new CheckpointManager of the same location")
 
     def _coordinator(self) -> Coordinator:
-        return self.config.coordinator or current_coordinator()
+        return self.config.coordinator or current_coordinator(self.config.timeout_s)
 
     def _own_place(self) -> _Place:
         self._require_usable()
