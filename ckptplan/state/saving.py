@@ -323,7 +323,7 @@ def _pieces_of_spans(snapshot: Snapshot, file: int) -> Iterator[memoryview]:
 def as_save_failure(error: Exception, checkpoint_id: str) -> Exception:
     """The error that a future carries: one of this package, with the system's error number where there is one."""
     if isinstance(error, StateError):
-        return error
+        return error if type(error) is not StateError else SaveFailedError(f"saving {checkpoint_id!r} failed: {error}")
     if isinstance(error, Duplicate):
         return DuplicateCheckpointError(f"checkpoint {checkpoint_id!r} {TAKEN}")
     reason = f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
