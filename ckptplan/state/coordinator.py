@@ -64,8 +64,8 @@ class StoreCoordinator:
     allows, and with nccl on the device's stream; afterwards the group could not be used again.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, *, timeout_s: float, name: str) -> None:
-        """`name`: of the group within the store, the same on all ranks and no other group's."""
+    def __init__(self, store: Any, rank: int, world_size: int, *, timeout_s: float, name: str) -> None:
+        """`store`: of torch.distributed; `name`: of the group in it, the same on all ranks and no other group's."""
         self.rank, self.world_size = rank, world_size
         self._store, self._timeout_s, self._name = store, timeout_s, name
         self._done_with = _outcomes[name]
