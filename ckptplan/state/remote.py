@@ -29,7 +29,7 @@ _COPY_BYTES = 16 * MIB
 _NEAR = ("file", "local", "memory")
 _DATA_FOLDER = re.compile(r"data-[0-9a-f]{1,32}")
 _SMALL_BYTES = 16 * MIB  # files up to this size are written several at a time
-_POLL_S = 0.5  # between looks at what other ranks have written
+_POLL_S, _FAR_POLL_S = 0.02, 0.5  # between looks at what other ranks have written
 _EXTRAS = {"s3": "s3", "s3a": "s3"}  # protocol -> extra of this package that brings it
 
 Made = TypeVar("Made")
@@ -166,6 +166,7 @@ class StorageAttempt(Attempt):
         for file in self.files:
             file["name"] = f"{self._data}/{file['name']}"
         self._small: list[tuple[int, Iterator[Any]]] = []
+        self._poll_s = _FAR_POLL_S if storage.is_far else _POLL_S
         self._looked_s = float("-inf")
         self._names: set[str] = set()
         self._sizes: dict[str, int] | None = None
@@ -240,7 +241,7 @@ class StorageAttempt(Attempt):
 
     def _get(self, name: str) -> bytes | None:
         """What another rank has put there; the storage is asked once in a while only, with one request for all."""
-        if time.monotonic() - self._looked_s > _POLL_S:
+        if time.monotonic() - self._looked_s > self._poll_s:
             self._names = set(self._storage.names(self._at(self._data)))
             self._looked_s = time.monotonic()
         if name not in self._names:
@@ -263,7 +264,7 @@ class StorageAttempt(Attempt):
             self._raise_if_failed()
             if self.is_committed():
                 return
-            time.sleep(_POLL_S)
+            time.sleep(self._poll_s)
         raise Refused(f"rank 0 did not commit in {self.control['timeout_s']} s")
 
     def is_committed(self) -> bool:
