@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -114,6 +115,8 @@ def prepare_hydra(*, reserve_folders: bool) -> RunFolders:
     if Path(plugins).is_dir() and plugins not in sys.path:
         sys.path.append(plugins)  # in the wheel the plugin stands at the top level
     register_schema()
+    # Where Hydra's own plugin for submitit is installed too, it would look at our files of the same names.
+    warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/submitit_\w+' is validated against ConfigStore")
     folders = RunFolders(reserve_folders)
     OmegaConf.register_new_resolver("run_folder", folders, replace=True)
     OmegaConf.register_new_resolver("sweep_folder", folders.of_sweep, replace=True)

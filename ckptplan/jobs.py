@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckptplan.config import config_error
 from ckptplan.errors import CkptplanError
 from ckptplan.processes import end_with_parent
 from ckptplan.record import ErrorRecord, RunResult, load_result, write_atomic
@@ -48,7 +49,7 @@ class RunningJob:
     """A job whose process was started.
 
     Attributes:
-        device: the only CUDA device that it sees, None: those of the sweep.
+        device: the only CUDA device that it sees, counted among those of the sweep; None: all of them.
         held: open descriptors that its process holds too, until it ends.
     """
 
@@ -218,8 +219,17 @@ def _environment(device: int | None) -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     environment[LAUNCHER_VARIABLE] = str(os.getpid())
     if device is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = str(device)
+        environment["CUDA_VISIBLE_DEVICES"] = _visible(device)
     return environment
+
+
+def _visible(device: int) -> str:
+    """The name of a device; where only some may be used (a queue gives a job its share so), it counts among those."""
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if names and device >= len(names):
+        problem = f"CUDA_VISIBLE_DEVICES={','.join(names)} leaves {len(names)} to choose from, counted from 0"
+        raise config_error("sweep.devices", device, problem, remedy=f"'sweep.devices={list(range(len(names)))}'")
+    return names[device] if names else str(device)
 
 
 def _signal_name(number: int) -> str:

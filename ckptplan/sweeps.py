@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -54,6 +54,7 @@ def run_jobs(
     done: Mapping[int, Result] | None = None,
     at_end: Callable[[Sequence[tuple[Job, Result]]], None] = lambda pairs: None,
     held: Sequence[int] = (),
+    runner: Runner | None = None,
 ) -> list[tuple[Job, Result]]:
     """Run the jobs; the table in ``folder`` grows with each, and is printed at the end.
 
@@ -62,24 +63,25 @@ def run_jobs(
         done: job index -> result of a job that an earlier sweep finished; it is not run.
         held: descriptors that each job holds too (``sole_sweep``).
         at_end: called with jobs and results after the table, unless the user stopped the sweep.
+        runner: who runs them; None: processes of this machine.
 
     Returns jobs with their results, in the order of ``jobs``.
     Raises ``CkptplanError`` at the end if a job failed, ``KeyboardInterrupt`` where the user stopped the sweep.
     """
     settings = settings or SweepConfig()
     results = dict(done or {})
-    announce(jobs, folder, settings, results)
-    running: list[RunningJob] = []
+    runner = runner or Processes(settings, held)
+    announce(jobs, folder, runner.described, results)
     try:
         with _signals_interrupt():
             left = [job for job in jobs if job.index not in results]
-            for job, result in _run_each(left, common_overrides(jobs), settings, running, held):
+            for job, result in runner.each(left, common_overrides(jobs)):
                 results[job.index] = result
                 write_table(_rows(jobs, results), [result for _, result in _pairs(jobs, results)], folder)
     except BaseException as error:  # Ctrl-C, or something of our own that fails: no job is left running alone
         asked = int(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
         asked = error.signal_number if isinstance(error, SweepTerminated) else asked
-        results |= {job.index: result for job, result in stop_jobs(running, asked)}
+        results |= {job.index: result for job, result in runner.stop(asked)}
         raise
     finally:
         rows = _rows(jobs, results)
@@ -97,17 +99,15 @@ def run_jobs(
     return _pairs(jobs, results)
 
 
-def announce(jobs: Sequence[Job], folder: Path, settings: SweepConfig, done: Mapping[int, Result]) -> None:
-    """The list of jobs, before the first starts."""
-    count = len(_slots(settings))
-    at_once = "one at a time" if count == 1 else f"{count} at once"
-    log.info(f"{len(jobs)} jobs, {at_once}, each in a process of its own, below {folder}")
+def announce(jobs: Sequence[Job], folder: Path, how: str, done: Mapping[int, Result]) -> None:
+    """The list of jobs, before the first starts; ``how`` they are run."""
+    log.info(f"{len(jobs)} jobs, {how}, below {folder}")
     common = common_overrides(jobs)
     if common:
         log.info(f"  all with {' '.join(common)}")
     for job in jobs:
         mark = f"  (done: {done[job.index]['status']})" if job.index in done else ""
-        log.info(f"  {job.index:3d}  {_own_overrides(job, common)}{mark}")
+        log.info(f"  {job.index:3d}  {own_overrides(job, common)}{mark}")
     if done:
         log.info(f"{len(done)} are done already, {len(jobs) - len(done)} are left")
 
@@ -119,7 +119,7 @@ def common_overrides(jobs: Sequence[Job]) -> tuple[str, ...]:
     return tuple(text for text in jobs[0].overrides if all(text in job.overrides for job in jobs))
 
 
-def _own_overrides(job: Job, common: Sequence[str]) -> str:
+def own_overrides(job: Job, common: Sequence[str]) -> str:
     return " ".join(text for text in job.overrides if text not in common) or "(nothing more)"
 
 
@@ -131,46 +131,83 @@ def _rows(jobs: Sequence[Job], results: Mapping[int, Result]) -> list[dict[str, 
     return [table_row(result, job) for job, result in _pairs(jobs, results)]
 
 
+class Runner(Protocol):
+    """Runs the jobs of a sweep."""
+
+    @property
+    def described(self) -> str:
+        """How, in a few words."""
+
+    def each(self, jobs: Sequence[Job], common: Sequence[str]) -> Iterator[tuple[Job, Result]]:
+        """Each job with its result as it ends; ``common``: what all were asked for and need not be repeated."""
+
+    def stop(self, signal_number: int) -> list[tuple[Job, Result]]:
+        """End what is under way, because the user stops the sweep; each leaves a result."""
+
+
+class Processes:
+    """Jobs as processes of this machine, one at a time, several, or one for each of some CUDA devices."""
+
+    def __init__(self, settings: SweepConfig, held: Sequence[int] = ()) -> None:
+        self._settings, self._held = settings, held
+        self._running: list[RunningJob] = []  # those that were started and have not ended
+
+    @property
+    def described(self) -> str:
+        count = len(_slots(self._settings))
+        at_once = "one at a time" if count == 1 else f"{count} at once"
+        return f"{at_once}, each in a process of its own"
+
+    def each(self, jobs: Sequence[Job], common: Sequence[str]) -> Iterator[tuple[Job, Result]]:
+        settings, running = self._settings, self._running
+        progress = Progress(len(jobs))
+        waiting, free = deque(jobs), _slots(settings)
+        while waiting or running:
+            while waiting and free:
+                job = waiting.popleft()
+                progress.begins(job, common)
+                running.append(RunningJob(job, settings.timeout_s, free.pop(0), self._held))
+            over = [one for one in running if one.has_ended() or one.is_late()]
+            if not over:
+                time.sleep(POLL_S)
+            for one in over:
+                result = one.result() if one.has_ended() else one.time_out()
+                running.remove(one)
+                free.append(one.device)
+                if result["status"] not in FINE_STATUSES and settings.fail_fast:
+                    waiting.clear()
+                progress.ended(one.job, result, len(waiting) + len(running))
+                yield one.job, result
+
+    def stop(self, signal_number: int) -> list[tuple[Job, Result]]:
+        return stop_jobs(self._running, signal_number)
+
+
+class Progress:
+    """Tells when jobs begin and end, and about how long the rest will take."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._ended = count, 0
+        self._started_s = time.monotonic()
+        self._numbers: dict[int, int] = {}
+
+    def begins(self, job: Job, common: Sequence[str]) -> None:
+        number = self._numbers[job.index] = len(self._numbers) + 1
+        log.info(f"[{number}/{self._count}] {own_overrides(job, common)}")
+
+    def ended(self, job: Job, result: Result, left: int) -> None:
+        """``left``: jobs that have not ended yet."""
+        self._ended += 1
+        left_s = (time.monotonic() - self._started_s) / self._ended * left
+        to_go = f"; about {format_seconds(left_s)} to go" if left else ""
+        log.info(f"[{self._numbers[job.index]}/{self._count}] {describe(result)}{to_go}")
+        if result["status"] not in FINE_STATUSES:
+            log.info(_indented_tail(job.folder / CONSOLE_FILE))
+
+
 def _slots(settings: SweepConfig) -> list[int | None]:
     """What each job that runs at the same time gets: a CUDA device, or None."""
     return list(settings.devices) or [None] * settings.parallel
-
-
-def _run_each(
-    jobs: Sequence[Job],
-    common: Sequence[str],
-    settings: SweepConfig,
-    running: list[RunningJob],
-    held: Sequence[int] = (),
-) -> Iterator[tuple[Job, dict[str, Any]]]:
-    """Each job with its result as it ends; ``running`` holds those that were started and have not ended."""
-    started_s = time.monotonic()
-    waiting, free = deque(enumerate(jobs, start=1)), _slots(settings)
-    numbers: dict[int, int] = {}
-    ended = 0
-    while waiting or running:
-        while waiting and free:
-            number, job = waiting.popleft()
-            numbers[job.index] = number
-            log.info(f"[{number}/{len(jobs)}] {_own_overrides(job, common)}")
-            running.append(RunningJob(job, settings.timeout_s, free.pop(0), held))
-        over = [one for one in running if one.has_ended() or one.is_late()]
-        if not over:
-            time.sleep(POLL_S)
-        for one in over:
-            result = one.result() if one.has_ended() else one.time_out()
-            running.remove(one)
-            free.append(one.device)
-            ended += 1
-            failed = result["status"] not in FINE_STATUSES
-            if failed and settings.fail_fast:
-                waiting.clear()
-            left_s = (time.monotonic() - started_s) / ended * (len(waiting) + len(running))
-            to_go = f"; about {format_seconds(left_s)} to go" if waiting or running else ""
-            log.info(f"[{numbers[one.job.index]}/{len(jobs)}] {describe(result)}{to_go}")
-            if failed:
-                log.info(_indented_tail(one.job.folder / CONSOLE_FILE))
-            yield one.job, result
 
 
 @contextlib.contextmanager

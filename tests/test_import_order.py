@@ -29,7 +29,7 @@ validate apply dry_run proof equality benchmark budget autofit batch_size
 data.spec data.checks data.order data data.loading data.dataset data.digits data.images data.text data.tokens
 models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models.hf models
 profile_cache other_trackers tracking stopping training recovery runs resuming jobs sweep_table sweep_tracking
-dashboards sweeps
+dashboards sweeps cluster
 report report.tables report.records report.steps report.figures report.vega report.tradeoff report.charts
 report.page report.export report.text report.__main__
 run_records run_profile run cli __main__
@@ -40,7 +40,7 @@ TORCH_FREE = """
 errors units processes console config targets record graph options profiles selective plan gaps simulate check planners
 planners.tables planners.heuristic planners.fixed planners.flat planners.options planners.stairs planners.stretches
 planners.nested planners.milp planners.compiled planners.budgets planners.reasons curve explanation certificate
-data.spec runs jobs sweep_table sweeps report report.tables report.records report.steps report.figures
+data.spec runs jobs sweep_table sweeps cluster report report.tables report.records report.steps report.figures
 report.vega report.tradeoff report.charts report.page report.export report.text report.__main__ cli
 """.split()
 

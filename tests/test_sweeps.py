@@ -260,6 +260,18 @@ def test_each_device_has_one_job_at_a_time(tmp_path: Path) -> None:
     assert set(seen[2:]) <= {"5", "3"}
 
 
+def test_devices_are_counted_among_those_that_the_sweep_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queue gives a job its share of a node so, by number or by name."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,GPU-7a")
+    jobs = [make_job(tmp_path, MEET + WRITE_RESULT, index) for index in range(2)]
+    run_jobs(jobs, tmp_path, SweepConfig(devices=[0, 1]))
+    assert [(job.folder / "begun").read_text() for job in jobs] == ["6", "GPU-7a"]
+    with pytest.raises(ConfigError, match=r"sweep\.devices=2: CUDA_VISIBLE_DEVICES=6,GPU-7a leaves 2"):
+        run_jobs([make_job(tmp_path, WRITE_RESULT, 9)], tmp_path, SweepConfig(devices=[2]))
+
+
 def test_a_job_that_hangs_beside_others_ends_alone(tmp_path: Path) -> None:
     jobs = [make_job(tmp_path, "import time; time.sleep(60)", 0), make_job(tmp_path, WRITE_RESULT, 1)]
     with pytest.raises(CkptplanError, match=r"1 of 2 jobs failed: 000_dp_0\.5_00000000"):

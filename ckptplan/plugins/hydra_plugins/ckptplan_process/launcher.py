@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ckptplan.config import (
     RunConfig,
@@ -29,7 +29,9 @@ from ckptplan.errors import ConfigError
 from ckptplan.runs import AUTO, find_run, find_same, overrides_to_resume, typed_value, without
 
 if TYPE_CHECKING:
+    from ckptplan.config import SweepConfig
     from ckptplan.record import RunResult
+    from ckptplan.sweeps import Runner
 
 
 log = logging.getLogger(__name__)
@@ -97,11 +99,15 @@ class ProcessLauncher(Launcher):
                 push_dashboards(logger)
 
         try:
-            run_jobs(jobs, folder, settings, done, at_end=at_end, held=held)
+            run_jobs(jobs, folder, settings, done, at_end=at_end, held=held, runner=self._runner(settings, folder))
         finally:
             if composed[0].config.report:
                 show_report(folder)
         return [_done(job.overrides) for job in jobs]
+
+    def _runner(self, settings: SweepConfig, folder: Path) -> Runner | None:
+        """Who runs the jobs; None: processes of this machine."""
+        return None
 
     def _load(self, overrides: list[str], index: int) -> _Composed:
         overrides, run = self._resumed(overrides, index)
@@ -154,6 +160,42 @@ class ProcessLauncher(Launcher):
         flags = ["--config-name", str(hydra_config.job.config_name)]
         flags += ["--config-dir", added[0]] if added else []
         return (sys.executable, "-m", "ckptplan", *flags, *inherited, *one.overrides, *own)
+
+
+class SubmititLauncher(ProcessLauncher):
+    """The same jobs in the queue of a cluster, through the package submitit; the parameters are its own."""
+
+    CLUSTER = ""
+
+    def __init__(self, submitit_folder: str, **parameters: Any) -> None:
+        self._submitit_folder, self._parameters = submitit_folder, parameters
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        from ckptplan.cluster import require_submitit
+
+        require_submitit(self.CLUSTER)
+        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
+
+    def _runner(self, settings: SweepConfig, folder: Path) -> Runner:
+        from ckptplan.cluster import Queue
+
+        plain = {
+            name: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            for name, value in self._parameters.items()
+        }
+        return Queue(self.CLUSTER, Path(self._submitit_folder).absolute(), plain, settings)
+
+
+class SlurmLauncher(SubmititLauncher):
+    """hydra/launcher=submitit_slurm."""
+
+    CLUSTER = "slurm"
+
+
+class LocalLauncher(SubmititLauncher):
+    """hydra/launcher=submitit_local."""
+
+    CLUSTER = "local"
 
 
 class _Composed(NamedTuple):  # no dataclass: Hydra executes this module without entering it in sys.modules
