@@ -15,11 +15,13 @@ from ckptplan.blocks import CHANGED_SETTINGS
 from ckptplan.choices import Choices, Measuring, find_choices, same_choices, time_choices
 from ckptplan.errors import NoDifferentiableOutputError
 from ckptplan.kinds import Kind, activation_bytes, block_forward, time_again
-from ckptplan.profiles import BlockProfile
+from ckptplan.profiles import BlockProfile, SelectiveOption, StageCost
 from ckptplan.signatures import value_signature
 from ckptplan.stages import StageForward, time_stage
 from ckptplan.subject import Subject, Trials
 from ckptplan.trace import BlockCall
+
+_WORTH = 0.05  # of a block's bytes or time; less is no reason to leave PyTorch's checkpoint for a replay
 
 
 @dataclass
@@ -68,12 +70,17 @@ def find_choices_of_kinds(
     subject: Subject,
     memory: str,
     held_bytes: int = 0,
+    *,
+    with_parts: bool,
 ) -> dict[str, Choices]:
-    """What to keep inside each kind; kinds that share their times share their options.
+    """Ways to replay each kind: the whole of it, and what to keep inside it where ``with_parts``.
 
-    ``held_bytes`` stand in every backward.
+    Kinds that share their times share their options. ``held_bytes`` stand in every backward. Nothing where no bytes
+    are measured.
     """
-    how = Measuring(subject.device, memory, subject.synchronize, held_bytes)
+    if memory == "off":
+        return {}
+    how = Measuring(subject.device, memory, subject.synchronize, held_bytes, with_parts)
     found: dict[str, Choices] = {}
     for time_of, example in timed.items():
         first = find_choices(example, how)
@@ -83,11 +90,60 @@ def find_choices_of_kinds(
     return found
 
 
-def with_choices(block: BlockProfile, choices: Choices | None) -> BlockProfile:
+def with_choices(block: BlockProfile, choices: Choices | None, clock: Clock) -> BlockProfile:
+    """The block with its options.
+
+    A replay of the whole block that is not clearly faster than the checkpoint, timed by ``clock``, counts as slower by
+    ``_WORTH`` at least: noise must not choose between the two, bytes may.
+    """
     if choices is None:
         return block
     refused = () if choices.refused is None else (f"not replayed: {choices.refused}",)
-    return replace(block, selective=choices.options(), warnings=(*block.warnings, *refused))
+    options = choices.options()
+    by_checkpoint_ms = block.recompute_time_ms
+    for position, (option, choice) in enumerate(zip(options, choices.found, strict=True)):
+        if option.saved_ops or option.time_ms is None or by_checkpoint_ms is None:
+            continue
+        trials_ms = [option.time_ms + ms - statistics.median(choice.rebuilding_ms) for ms in choice.rebuilding_ms]
+        if not _is_clearly_less(trials_ms, clock.again_ms):
+            counted = replace(option, time_ms=max(option.time_ms, (1 + _WORTH) * by_checkpoint_ms))
+            options = (*options[:position], counted, *options[position + 1 :])
+    return replace(block, selective=options, warnings=(*block.warnings, *refused))
+
+
+def _is_clearly_less(times: Sequence[float], others: Sequence[float]) -> bool:
+    """By ``_WORTH``, and the middle halves of both do not meet."""
+    upper = sorted(times)[(3 * len(times)) // 4 if len(times) > 1 else 0]
+    lower = sorted(others)[(len(others) - 1) // 4]
+    return upper < lower and statistics.median(times) < (1 - _WORTH) * statistics.median(others)
+
+
+def without_needless_replay(block: BlockProfile) -> BlockProfile:
+    """Without the replay of the whole block where a checkpoint does the same, so that noise chooses no executor.
+
+    It does the same where a replay needs as many FLOPs and as much time (see ``with_choices``) and spares less than
+    ``_WORTH`` of the bytes that the block holds or peaks at.
+    """
+    kept, again = block.keep, block.recompute
+    if kept is None or again is None or any(option.saved_ops for option in block.selective):
+        return block
+    return replace(block, selective=tuple(o for o in block.selective if _is_worth_it(block, kept, again, o)))
+
+
+def _is_worth_it(block: BlockProfile, kept: StageCost, again: StageCost, replay: SelectiveOption) -> bool:
+    spared = [
+        (again.backward_peak_bytes - replay.cost.backward_peak_bytes, kept.backward_peak_bytes),
+        (again.forward_peak_bytes - replay.cost.forward_peak_bytes, kept.forward_peak_bytes),
+        (again.saved_bytes - replay.cost.saved_bytes, kept.saved_bytes),
+        (sum(again.keeps_input) - sum(replay.cost.keeps_input), 0),
+    ]
+    if any(less > _WORTH * whole for less, whole in spared):
+        return True
+    if replay.flops is not None and block.recompute_flops is not None and replay.flops < block.recompute_flops:
+        return True
+    if replay.time_ms is None or block.recompute_time_ms is None:
+        return False
+    return replay.time_ms < block.recompute_time_ms
 
 
 def measure_times(
@@ -110,7 +166,9 @@ def measure_times(
             check_stop()
             forward = regions[name] if name in regions else block_forward(kinds[name], subject.device, None)
             forward_ms, backward_ms = time_stage(forward, subject.synchronize)
-            again_ms = time_again(kinds[name], subject.device, subject.synchronize) if name in kinds else None
+            again_ms = None
+            if name in kinds:
+                again_ms = time_again(kinds[name], subject.device, subject.synchronize, forward_ms)
             if name in choices and trial >= 0:
                 time_choices(choices[name], forward_ms, subject.device, subject.synchronize)
             if trial >= 0:

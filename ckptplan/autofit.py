@@ -22,7 +22,7 @@ from ckptplan.errors import InfeasibleTargetError
 from ckptplan.explanation import weight_copies_text
 from ckptplan.measure import profile_model
 from ckptplan.plan import CheckpointPlan
-from ckptplan.planners import PLANNERS_THAT_COMPILE, PLANNERS_WITH_OPTIONS, plan_checkpoints
+from ckptplan.planners import PLANNERS_THAT_COMPILE, PLANNERS_WITH_OPTIONS, plan_checkpoints, shown_name
 from ckptplan.planners.budgets import budget_for, step_cost
 from ckptplan.profiles import ChainProfile, name_some
 from ckptplan.simulate import no_checkpoint_peak, simulate_plan
@@ -230,7 +230,7 @@ def summary_lines(
     if plan.compiled:
         done += f", {plan.compiled} compiled"
     text = plan.text if len(plan.text) <= LONGEST_PLAN else f"{plan.text[:LONGEST_PLAN]}..."
-    lines = [f"{done}: {text} ({plan.planner}, {format_seconds(elapsed_s)})"]
+    lines = [f"{done}: {text} (planner {shown_name(plan.planner)}, {format_seconds(elapsed_s)})"]
     unplanned = plan.no_checkpoint_peak_bytes
     peak = f"activation peak {format_bytes(plan.predicted_peak_bytes)} of {format_bytes(plan.budget_bytes)} allowed"
     lines.append(f"{peak}, {format_bytes(unplanned)} without; {_added(profile, plan)}")

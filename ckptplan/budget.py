@@ -13,7 +13,7 @@ from ckptplan.config import RunConfig, config_error
 from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError
 from ckptplan.optim import optimizer_state_bytes
 from ckptplan.plan import CheckpointPlan
-from ckptplan.planners import least_flat_peak, least_nested_peak, plan_checkpoints, smallest_reachable
+from ckptplan.planners import least_flat_peak, least_nested_peak, least_whole_peak, plan_checkpoints, smallest_reachable
 from ckptplan.planners.budgets import budget_for
 from ckptplan.profiles import ChainProfile
 from ckptplan.simulate import no_checkpoint_peak
@@ -118,7 +118,7 @@ def plan_for_budget(profile: ChainProfile, config: RunConfig, static: StaticByte
 
 def least_peak_of(planner: str, profile: ChainProfile) -> tuple[int, str]:
     """The least peak in bytes of this planner's kind of plan, and the stage and phase that set it."""
-    of_kind = {"optimal": least_nested_peak, "ilp": least_flat_peak}
+    of_kind = {"optimal": least_nested_peak, "ilp": least_flat_peak, "dp": least_whole_peak}
     return of_kind.get(planner, smallest_reachable)(profile)
 
 

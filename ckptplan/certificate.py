@@ -160,7 +160,7 @@ def certify(
         gap=gap if gap > _SAME else 0.0,
         cross_check=checked,
         weight_copies_bytes=simulated.weight_copies_bytes,
-        with_options=any(block.selective for block in chain),
+        with_options=any(option.saved_ops for block in chain for option in block.selective),
     )
 
 

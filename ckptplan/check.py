@@ -107,6 +107,9 @@ def _eligibility_faults(chain: ChainProfile, plan: CheckpointPlan) -> list[str]:
                 faults += error.faults
                 continue
             decision = plan.decisions[node.block]
+            if decision.executor != option.executor:
+                found, expected = decision.executor, option.executor
+                faults.append(f"block {decision.block_id!r} is run by {found}; the profile's option by {expected}")
             if decision.saved_ops != option.saved_ops or decision.sequence_hash != option.sequence_hash:
                 faults.append(
                     f"block {decision.block_id!r} keeps {decision.saved_ops} of operators {decision.sequence_hash}; "

@@ -1,4 +1,8 @@
-"""What to keep inside a kind of block: the gate, the proposals of the search, and what each of them really costs."""
+"""What to keep inside a kind of block: the gate, the proposals of the search, and what each of them really costs.
+
+Nothing at all is one of the ways: the whole block recomputed by replay, beside which ``kinds.py`` measures the same by
+PyTorch's checkpoint. That one is measured for every kind; the others are where options inside blocks are asked for.
+"""
 
 from __future__ import annotations
 
@@ -74,12 +78,16 @@ class Choices:
 
 @dataclass(frozen=True)
 class Measuring:
-    """How stages are measured; ``held_bytes`` (the loss and its gradient) stand in every backward."""
+    """How stages are measured; ``held_bytes`` (the loss and its gradient) stand in every backward.
+
+    ``with_parts``: also ways to keep part of a block; else only the whole block, replayed.
+    """
 
     device: torch.device
     memory: str
     synchronize: Synchronize
     held_bytes: int = 0
+    with_parts: bool = True
 
 
 def find_choices(kind: Kind, how: Measuring) -> Choices:
@@ -89,11 +97,18 @@ def find_choices(kind: Kind, how: Measuring) -> Choices:
     if kind.call.first.graph_kept_in is not None:
         name = kind.call.first.graph_kept_in
         return Choices(refused=f"it keeps a tensor with its graph in {name!r}, which lives on beside what is measured")
+    for name, other in kind.call.first.shared_with.items():
+        return Choices(refused=f"its buffer {name!r} is changed while block {other!r} holds it too")
+    if not how.with_parts and kind.exclusion_reason is not None:
+        return Choices()  # which executor recomputes a block is asked of blocks that may be recomputed
     run_block = _run_block(kind, how.device)
     with random_state_restored(how.device):
         refused = why_not_replayed(kind.module, run_block)
         if refused is not None:
             return Choices(refused=refused)
+        if not how.with_parts:
+            whole = _measured(kind, (), how)
+            return Choices(found=[whole] if _saves_bytes(whole, kind) else [])
         operators = trace_operators(kind.module, run_block, how.synchronize)
     proposed = propose_keep_sets(operators)
     names = [tuple(operators.name_of(v) for v in keep_set.kept) for keep_set in proposed]

@@ -123,7 +123,9 @@ def _explained(
         how = f"recomputed in {nodes_text((node,))}, its forward runs {runs} times: kept"
         if isinstance(node, Compiled):
             how = f"compiled as {nodes_text((node,))}: kept"
-        if isinstance(node, Selective):
+        if isinstance(node, Selective) and not node.saved_ops:
+            how = f"recomputed by replay ({nodes_text((node,))}): kept"
+        elif isinstance(node, Selective):
             how = f"kept in part as {nodes_text((node,))}: kept whole"
         reason = _why_recomputed(judge, how, simulated.peak_bytes, change, saved_cost, fits)
     return BlockExplanation(profile.block_id, nodes_text((node,)), runs, simulated.peak_bytes, other_cost, fits, reason)

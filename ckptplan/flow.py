@@ -24,8 +24,8 @@ from ckptplan.assembly import (
     require_gradient,
     timed_kinds,
     with_choices,
+    without_needless_replay,
 )
-from ckptplan.choices import Choices
 from ckptplan.compiled_choices import Compiling, measure_compiled, time_compiled, with_compiled
 from ckptplan.kinds import Kind, examine, kind_key, measure_bytes_and_flops, observe_block, time_key, with_loss
 from ckptplan.memory import MemoryMeter, make_meter
@@ -67,13 +67,12 @@ def measure_any(
     require_copies_of_their_own(subject, trace.calls, [kinds[key] for key in keys])
     time_keys = [time_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)]
     timed = timed_kinds(kinds, keys, time_keys)
-    choices: dict[str, Choices] = {}
-    if selective:
-        choices = find_choices_of_kinds(kinds, dict(zip(keys, time_keys, strict=True)), timed, subject, memory)
+    time_of = dict(zip(keys, time_keys, strict=True))
+    choices = find_choices_of_kinds(kinds, time_of, timed, subject, memory, with_parts=selective)
     of_timed = {name: choices[key] for name, kind in timed.items() for key in choices if kinds[key] is kind}
     watch = _RegionWatch(skeleton)
     how = Compiling(budgets, subject.device, memory, check_stop=check_stop)
-    compiled = measure_compiled(kinds, dict(zip(keys, time_keys, strict=True)), timed, how) if budgets else {}
+    compiled = measure_compiled(kinds, time_of, timed, how) if budgets else {}
 
     def also(is_counted: bool) -> None:
         watch.trial(is_counted)
@@ -84,9 +83,11 @@ def measure_any(
     blocks = []
     for order, key in enumerate(keys):
         block = block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory)
-        block, own_choices = with_choices(block, choices.get(key)), choices.get(key)
+        own_choices = choices.get(key)
+        block = with_choices(block, own_choices, clocks[time_keys[order]])
         block = with_compiled(block, compiled.get(key))
-        blocks.append(shared.block_beside(block, kinds[key], own_choices, with_waiting=False))
+        block = shared.block_beside(block, kinds[key], own_choices, with_waiting=False)
+        blocks.append(without_needless_replay(block))
     accounts = None if memory == "off" else Accounts.of(skeleton, memory)
     regions = watch.regions(accounts)
     if accounts is not None:

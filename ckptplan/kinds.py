@@ -289,13 +289,19 @@ def with_loss(cost: StageCost, held_bytes: int) -> StageCost:
     )
 
 
-def time_again(kind: Kind, device: torch.device, synchronize: Callable[[], None]) -> float | None:
-    """Milliseconds of the recomputation inside one backward; it ends where PyTorch's early stop ends it."""
+def time_again(
+    kind: Kind, device: torch.device, synchronize: Callable[[], None], kept_forward_ms: float
+) -> float | None:
+    """Milliseconds that PyTorch's checkpoint adds to a step; None where the block is not recomputed.
+
+    The recomputation inside one backward, which ends where the early stop ends it, and what the forward takes longer
+    than ``kept_forward_ms``, its time just now without a checkpoint: what a replay is charged with too.
+    """
     if kind.exclusion_reason is not None:
         return None
     stopwatch = _Stopwatch(kind.module, synchronize)
-    time_stage(block_forward(kind, device, kind.guards, stopwatch), synchronize)
-    return stopwatch.again_ms
+    forward_ms, _ = time_stage(block_forward(kind, device, kind.guards, stopwatch), synchronize)
+    return max(0.0, stopwatch.again_ms + forward_ms - kept_forward_ms)
 
 
 class _Stopwatch:

@@ -24,6 +24,7 @@ from ckptplan.assembly import (
     require_gradient,
     timed_kinds,
     with_choices,
+    without_needless_replay,
 )
 from ckptplan.blocks import (
     CHANGED_SETTINGS,
@@ -33,7 +34,6 @@ from ckptplan.blocks import (
     require_blocks,
     select_blocks,
 )
-from ckptplan.choices import Choices
 from ckptplan.compiled_choices import Compiling, measure_compiled, time_compiled, with_compiled
 from ckptplan.compiled_model import with_compiled_model
 from ckptplan.compiling import require_compiler
@@ -314,14 +314,12 @@ def _measure(
     require_copies_of_their_own(subject, trace.calls, [kinds[key] for key in keys])
     time_keys = [time_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)]
     timed = timed_kinds(kinds, keys, time_keys)
-    choices: dict[str, Choices] = {}
-    if selective:
-        choices = find_choices_of_kinds(
-            kinds, dict(zip(keys, time_keys, strict=True)), timed, subject, memory, loss_bytes(regions)
-        )
+    time_of = dict(zip(keys, time_keys, strict=True))
+    held_bytes = 0 if memory == "off" else loss_bytes(regions)
+    choices = find_choices_of_kinds(kinds, time_of, timed, subject, memory, held_bytes, with_parts=selective)
     of_timed = {name: choices[key] for name, kind in timed.items() for key in choices if kinds[key] is kind}
-    how = Compiling(budgets, subject.device, memory, loss_bytes(regions), check_stop)
-    compiled = measure_compiled(kinds, dict(zip(keys, time_keys, strict=True)), timed, how) if budgets else {}
+    how = Compiling(budgets, subject.device, memory, held_bytes, check_stop)
+    compiled = measure_compiled(kinds, time_of, timed, how) if budgets else {}
 
     def also(is_counted: bool) -> None:
         time_compiled(compiled, subject.device, subject.synchronize, is_counted=is_counted)
@@ -331,8 +329,9 @@ def _measure(
     blocks: list[BlockProfile] = []
     for order, key in enumerate(keys):
         block = block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory)
-        block = with_compiled(with_choices(block, choices.get(key)), compiled.get(key))
-        block = shared.block_beside(block, kinds[key], choices.get(key))
+        block = with_choices(block, choices.get(key), clocks[time_keys[order]])
+        block = with_compiled(block, compiled.get(key))
+        block = without_needless_replay(shared.block_beside(block, kinds[key], choices.get(key)))
         if order and not _is_link(subject, trace, order):
             block = replace(block, before=_nothing_between(blocks[-1], block))
         blocks.append(block)
@@ -342,7 +341,7 @@ def _measure(
         post=_region_profile("head and loss", "post", regions, costs, clocks, ()),
         input_bytes=() if trace.has_pre else (0,) * len(first.boundary),
         loss_region="measured" if subject.has_loss else "assumed",
-        loss_bytes=0 if memory == "off" else loss_bytes(regions),
+        loss_bytes=held_bytes,
         meter="off" if memory == "off" else make_meter(subject.device, memory).name,
         fingerprint=subject.fingerprint,
         environment=environment_of(subject, first),

@@ -218,8 +218,11 @@ def why_not_replayed(module: nn.Module, run_block: RunBlock) -> str | None:
     plain autograd's, bit by bit; where they differ, the saved tensor that is rebuilt differently is named.
     """
     start = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    plain = _results(module, start, run_block, module)
     checker = _Checker()
+    try:
+        plain = _results(module, start, run_block, module)
+    except Exception as error:  # in the model it ran
+        return f"its outputs and gradients cannot be compared alone: {type(error).__name__}: {error}"
     try:
         run_block(lambda *args, **kwargs: _checked(checker, module, args, kwargs))
         if checker.fault is not None:

@@ -12,7 +12,7 @@ import os
 import re
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,11 @@ from ckptplan.profiles import (
 )
 from ckptplan.selective import find_option, names_outputs
 
-PLAN_SCHEMA = "ckptplan.plan/1"
+PLAN_SCHEMA = "ckptplan.plan/2"
+_FORMER_SCHEMA = "ckptplan.plan/1"  # without executors; ``S3[]`` did not count as recomputed
+
+# What runs a node, and the nodes that it runs.
+CHECKPOINT, REPLAY, SELECTIVE_CHECKPOINT, COMPILER = "checkpoint", "replay", "selective_checkpoint", "compiler"
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ class Keep:
 class Recompute:
     """Keep the first child's input only; run the children again in backward. Text: ``R(4 5)``, ``R(4 R(5 6))``.
 
-    Children are Keep or Recompute nodes over consecutive blocks. A child written as a bare number is ``Keep``.
+    PyTorch's non-reentrant checkpoint runs it. Children are Keep or Recompute nodes over consecutive blocks; one
+    written as a bare number is ``Keep``.
     """
 
     children: tuple[PlanNode, ...]
@@ -55,7 +60,8 @@ class Recompute:
 class Selective:
     """Keep the named outputs inside block ``block``; the others are made again. Text: ``S3[qkv,attention,fc]``.
 
-    At the top level only. ``saved_ops`` are names as in ``selective.py``; none: ``S3[]`` keeps nothing inside.
+    At the top level only. ``saved_ops`` are names as in ``selective.py``; none: ``S3[]`` keeps nothing inside, which
+    is the other way to recompute a whole block.
     """
 
     block: int
@@ -93,7 +99,12 @@ PlanNode = Keep | Recompute | Selective | Compiled | CompiledModel
 
 @dataclass(frozen=True)
 class CheckpointDecision:
-    """What the plan does with one block, and why. Bytes are what the block retains until its backward."""
+    """What the plan does with one block, and why. Bytes are what the block retains until its backward.
+
+    ``checkpointed``: all of the block is made again in backward. ``executor``: what does that, or runs the block
+    otherwise: "checkpoint" (PyTorch's, for Recompute nodes), "replay" or "selective_checkpoint" (for Selective ones),
+    "compiler"; None: nothing does, as the block is kept. A plan fills in what its tree says.
+    """
 
     block_id: str
     checkpointed: bool
@@ -106,6 +117,7 @@ class CheckpointDecision:
     mutated_buffers: tuple[str, ...] | None = None  # None: unknown, so every buffer is guarded
     saved_ops: tuple[str, ...] | None = None  # of a Selective node, in full; None: the node is another one
     sequence_hash: str | None = None  # of the operators that the block ran when it was profiled
+    executor: str | None = None
     reason: str = ""
 
 
@@ -151,6 +163,12 @@ class CheckpointPlan:
             faults = [*self._decision_faults(), *self._number_faults()]
         if faults:
             raise PlanIncompatibleError(faults)
+        executors = _executors_of(self.nodes)
+        filled = tuple(
+            decision if decision.executor else replace(decision, executor=executors.get(block))
+            for block, decision in enumerate(self.decisions)
+        )
+        object.__setattr__(self, "decisions", filled)
 
     def _number_faults(self) -> list[str]:
         named = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
@@ -169,20 +187,26 @@ class CheckpointPlan:
 
     def _decision_faults(self) -> list[str]:
         faults = []
-        recomputed = recomputed_blocks(self.nodes)
+        again, recomputed = wholly_again(self.nodes), recomputed_blocks(self.nodes)
         selective = {node.block: node for node in self.nodes if isinstance(node, Selective)}
+        executors = _executors_of(self.nodes)
         ids = [decision.block_id for decision in self.decisions]
         faults += [f"block id {name!r} stands twice" for name in sorted({i for i in ids if ids.count(i) > 1})]
         for block, decision in enumerate(self.decisions):
             where = f"block {decision.block_id!r}"
-            if decision.checkpointed != (block in recomputed):
-                planned = "recomputes" if block in recomputed else "keeps"
+            if decision.checkpointed != (block in again):
+                planned = "recomputes" if block in again else "keeps"
                 faults.append(f"{where}: checkpointed={decision.checkpointed} but the tree {planned} it ({self.text})")
             if (decision.saved_ops is not None) != (block in selective):
                 planned = "keeps part of" if block in selective else "does not keep part of"
                 faults.append(f"{where}: saved_ops={decision.saved_ops} but the tree {planned} it ({self.text})")
             faults += [f"{where}: {fault}" for fault in _saved_faults(selective.get(block), decision.saved_ops)]
-            if decision.checkpointed and not decision.eligible_for_checkpoint:
+            if decision.executor not in (None, executors.get(block)) and not (
+                block in selective and decision.executor == SELECTIVE_CHECKPOINT
+            ):
+                runs = executors.get(block) or "nothing: the block is kept"
+                faults.append(f"{where}: executor={decision.executor!r} but what runs its node is {runs} ({self.text})")
+            if block in recomputed and not decision.eligible_for_checkpoint:
                 faults.append(f"{where}: is recomputed but not eligible: {decision.exclusion_reason}")
             if decision.eligible_for_checkpoint and decision.exclusion_reason is not None:
                 faults.append(f"{where}: is eligible and excluded at once: {decision.exclusion_reason}")
@@ -206,16 +230,16 @@ class CheckpointPlan:
         faults = tree_faults(nodes, len(given))
         if faults:
             raise PlanIncompatibleError(faults)
-        recomputed = recomputed_blocks(nodes)
+        again = wholly_again(nodes)
         names = {node.block: node.saved_ops for node in nodes if isinstance(node, Selective)}
         if all(isinstance(item, str) for item in given):
             decisions = tuple(
-                CheckpointDecision(str(name), i in recomputed, saved_ops=names.get(i)) for i, name in enumerate(given)
+                CheckpointDecision(str(name), i in again, saved_ops=names.get(i)) for i, name in enumerate(given)
             )
             return cls(nodes, decisions)
         source = profiles_or_block_ids if isinstance(profiles_or_block_ids, ChainProfile) else given
         chain = as_chain(source)  # type: ignore[arg-type]
-        decisions = tuple(decision_for(block, i in recomputed, saved_ops=names.get(i)) for i, block in enumerate(chain))
+        decisions = tuple(decision_for(block, i in again, saved_ops=names.get(i)) for i, block in enumerate(chain))
         return cls(nodes, decisions, fingerprint=chain.fingerprint, environment=dict(chain.environment))
 
     @property
@@ -231,7 +255,7 @@ class CheckpointPlan:
     @property
     def selective(self) -> int:
         """Number of blocks of which part is kept."""
-        return sum(isinstance(node, Selective) for node in self.nodes)
+        return sum(isinstance(node, Selective) and bool(node.saved_ops) for node in self.nodes)
 
     @property
     def compiled(self) -> int:
@@ -245,8 +269,8 @@ class CheckpointPlan:
 
     @property
     def recomputed(self) -> int:
-        """Number of blocks that run again in backward."""
-        return len(recomputed_blocks(self.nodes))
+        """Number of blocks all of which is made again in backward, by whichever executor."""
+        return len(wholly_again(self.nodes))
 
     @property
     def block_ids(self) -> tuple[str, ...]:
@@ -287,20 +311,25 @@ class CheckpointPlan:
     def from_json(cls, text: str, source: str = "the plan") -> CheckpointPlan:
         """Reads strictly what :meth:`to_json` wrote.
 
-        Raises ``UnsupportedPlanVersionError`` for another format and ``PlanIncompatibleError`` listing every fault
+        What the version before wrote is read too, as a plan of this one (its digest is another then).
+        Raises ``UnsupportedPlanVersionError`` for any other format and ``PlanIncompatibleError`` listing every fault
         for a wrong type, an unknown or missing key, or anything changed since it was written.
         """
         try:
             data = parse_json_object(text, source)
+            former = data.get("schema") == _FORMER_SCHEMA
+            if former:
+                data["schema"] = PLAN_SCHEMA
             require_schema(data, PLAN_SCHEMA, source)
-            plan, sections = _plan_from_sections(cls, data, source)
+            plan, sections = _plan_from_sections(cls, data, source, former=former)
         except ValueError as error:
             raise PlanIncompatibleError(str(error)) from None
         stored = data["section_digests"]
         changed = [name for name, part in sections.items() if stored.get(name) != _digest(part)[:16]]
         faults = [f"{source}: section {name!r} is not what was written: {_short(sections[name])}" for name in changed]
-        if not faults and data["digest"] != plan.digest:
-            faults = [f"{source}: digest is {data['digest']!r}; the contents give {plan.digest!r}"]
+        digest = _digest(sections) if former else plan.digest
+        if not faults and data["digest"] != digest:
+            faults = [f"{source}: digest is {data['digest']!r}; the contents give {digest!r}"]
         if faults:
             raise PlanIncompatibleError(faults)
         return plan
@@ -376,6 +405,7 @@ def decision_for(
         mutated_buffers=None if block.is_stateful is None and not block.mutated_buffers else block.mutated_buffers,
         saved_ops=None if option is None else option.saved_ops,
         sequence_hash=None if option is None else option.sequence_hash,
+        executor=None if option is None else option.executor,
         reason=reason,
     )
 
@@ -402,8 +432,14 @@ def compiled_model(nodes: Sequence[PlanNode]) -> CompiledModel | None:
 
 
 def recomputed_blocks(nodes: Sequence[PlanNode]) -> frozenset[int]:
-    """Numbers of the blocks that run again in backward."""
+    """Numbers of the blocks under a Recompute node: their code runs again in backward."""
     return frozenset(block for node in nodes if isinstance(node, Recompute) for block in blocks_of((node,)))
+
+
+def wholly_again(nodes: Sequence[PlanNode]) -> frozenset[int]:
+    """Numbers of the blocks all of which is made again in backward: recomputed ones, and ``S3[]``."""
+    emptied = {node.block for node in nodes if isinstance(node, Selective) and not node.saved_ops}
+    return recomputed_blocks(nodes) | emptied
 
 
 def flat_nodes(recomputed: Sequence[bool]) -> tuple[PlanNode, ...]:
@@ -476,6 +512,19 @@ def _selective_faults(node: Selective) -> list[str]:
     if len(set(node.saved_ops)) < len(node.saved_ops):
         faults.append(f"S{node.block}[{','.join(node.saved_ops)}]: a name stands twice")
     return faults
+
+
+def _executors_of(nodes: Sequence[PlanNode]) -> dict[int, str]:
+    """What runs each block that is not kept, where its decision says nothing else."""
+    found: dict[int, str] = {}
+    for node in nodes:
+        if isinstance(node, Recompute):
+            found |= dict.fromkeys(blocks_of((node,)), CHECKPOINT)
+        elif isinstance(node, Selective):
+            found[node.block] = REPLAY
+        elif isinstance(node, Compiled):
+            found[node.block] = COMPILER
+    return found
 
 
 def _saved_faults(node: Selective | None, saved_ops: Sequence[str] | None) -> list[str]:
@@ -625,7 +674,7 @@ def _short(data: Any, limit: int = 200) -> str:
 
 
 def _plan_from_sections(
-    cls: type[CheckpointPlan], data: dict[str, Any], source: str
+    cls: type[CheckpointPlan], data: dict[str, Any], source: str, *, former: bool
 ) -> tuple[CheckpointPlan, dict[str, Any]]:
     """The plan and its sections as they stand in the file; raises ``ValueError`` at the first thing out of form."""
     expected = {*_SECTIONS, "tree", "decisions", "environment", "digest", "section_digests"}
@@ -641,9 +690,9 @@ def _plan_from_sections(
         raise ValueError(f"{source}: decisions is {_short(data['decisions'])}; expected a list")
     if not isinstance(data["section_digests"], dict):
         raise ValueError(f"{source}: section_digests is {_short(data['section_digests'])}; expected an object")
+    items = [_from_former(item) for item in data["decisions"]] if former else data["decisions"]
     decisions = [
-        decode_dataclass(CheckpointDecision, item, f"{source}: decisions[{i}]")
-        for i, item in enumerate(data["decisions"])
+        decode_dataclass(CheckpointDecision, item, f"{source}: decisions[{i}]") for i, item in enumerate(items)
     ]
     fields: dict[str, Any] = {"environment": data["environment"]}
     for name, members in _SECTIONS.items():
@@ -655,6 +704,14 @@ def _plan_from_sections(
     if plan.text != tree["text"]:
         raise ValueError(f"{source}: text is {tree['text']!r}; its canonical form is {plan.text!r}")
     return plan, {name: data[name] for name in (*_SECTIONS, "tree", "decisions")}
+
+
+def _from_former(decision: Any) -> Any:
+    """A decision as the version before wrote it, in today's form; anything else as it is, which is then refused."""
+    if not isinstance(decision, dict) or "executor" in decision:
+        return decision
+    emptied = decision.get("saved_ops") == []
+    return decision | {"executor": None} | ({"checkpointed": True} if emptied else {})
 
 
 def _require_keys(data: Any, expected: set[str], where: str) -> None:

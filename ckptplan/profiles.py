@@ -25,7 +25,8 @@ from ckptplan.errors import CkptplanError, TimingOnlyProfileError, UnsupportedPl
 MemoryModel = Literal["peak", "additive"]
 CostKind = Literal["time", "flops"]
 
-PROFILE_SCHEMA = "ckptplan.profile/3"
+PROFILE_SCHEMA = "ckptplan.profile/4"
+_FORMER_SCHEMA = "ckptplan.profile/3"  # without executors: all options are of replay
 _D = TypeVar("_D")
 INPUTS_KEY = "model_inputs"  # of environments: the shapes of the tensors that the model was called with
 
@@ -75,6 +76,7 @@ class SelectiveOption:
         time_ms: what it adds to a step, the recording in the forward included.
         flops: what it adds to a step.
         sequence_hash: of the operators that the block ran when the option was made.
+        executor: "replay", or "selective_checkpoint" (PyTorch's) where a replay of the block would not be exact.
     """
 
     saved_ops: tuple[str, ...]
@@ -82,6 +84,7 @@ class SelectiveOption:
     time_ms: float | None = None
     flops: int | None = None
     sequence_hash: str = ""
+    executor: Literal["replay", "selective_checkpoint"] = "replay"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "saved_ops", tuple(self.saved_ops))
@@ -146,7 +149,7 @@ class BlockProfile:
             the block cannot be recomputed.
         activation_bytes_estimate: distinct storages that autograd saves for this block, parameters
             and the block's own inputs excluded.
-        recompute_time_ms: what recomputing adds to a backward pass, PyTorch's early stop included.
+        recompute_time_ms: what PyTorch's checkpoint around the block adds to a step, its early stop included.
         mutated_buffers: buffers that the forward changes; a recomputation runs on copies of them.
         guard_bytes: copies of those buffers; inside ``recompute.saved_bytes``. Of a segment the outermost node keeps
             those of all its blocks, and each run in backward makes one more for a while.
@@ -158,7 +161,8 @@ class BlockProfile:
             the forward's and what ``recompute.backward_peak_bytes`` leaves beside the gradient.
         replayed_backward_peak_bytes: backward peak of the block kept inside a replay, which lets go of what autograd
             saved a moment earlier than a plain backward; None: taken to be that of ``keep``.
-        selective: ways to keep part of the block, fewest bytes first; empty unless they were asked for.
+        selective: ways to run the block under replay, fewest bytes first: keeping nothing inside, which is the other
+            way to recompute the whole block and is measured where replay is exact, and, if asked for, keeping parts.
         compiled: ways to run the block compiled, by memory budget; empty unless they were asked for.
         before: what the model itself runs between the block before and this one, where that is anything.
 
@@ -302,6 +306,8 @@ class ChainProfile(Sequence[BlockProfile]):
     def from_json(cls, text: str, source: str = "the profile") -> ChainProfile:
         """Reads strictly. Raises ``ValueError`` (what, where, what was expected), ``UnsupportedPlanVersionError``."""
         data = parse_json_object(text, source)
+        if data.get("schema") == _FORMER_SCHEMA:
+            data = _from_former(data)
         require_schema(data, PROFILE_SCHEMA, source)
         return decode_dataclass(cls, data, source)
 
@@ -563,6 +569,17 @@ def require_schema(data: dict[str, Any], expected: str, source: str) -> None:
             f"{source}: schema is {found!r}; this version reads {expected!r}; "
             "make it again with this version, or install the one that wrote it"
         )
+
+
+def _from_former(data: dict[str, Any]) -> dict[str, Any]:
+    """A profile as the version before wrote it, in today's form; what is out of form stays so, and is refused."""
+    blocks = data.get("blocks")
+    for block in blocks if isinstance(blocks, list) else ():
+        options = block.get("selective") if isinstance(block, dict) else None
+        for option in options if isinstance(options, list) else ():
+            if isinstance(option, dict):
+                option.setdefault("executor", "replay")
+    return data | {"schema": PROFILE_SCHEMA}
 
 
 def decode_dataclass(cls: type[_D], data: Any, where: str) -> _D:

@@ -17,9 +17,9 @@ def decision_word(decision: CheckpointDecision, *, is_compiled: bool) -> str:
     """What a plan does with a block, in a word."""
     if is_compiled:
         return "compiled"
-    if decision.saved_ops is not None:
-        return "keep part"
-    return "recompute" if decision.checkpointed else "keep"
+    if decision.checkpointed:
+        return "recompute"
+    return "keep" if decision.saved_ops is None else "keep part"
 
 
 def short_name(node: dict[str, Any]) -> str:

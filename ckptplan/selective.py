@@ -22,7 +22,7 @@ def find_option(block: BlockProfile, names: Sequence[str]) -> SelectiveOption:
     Raises ``PlanIncompatibleError`` saying which name stands for nothing or for two calls, or that no option (or
     more than one) keeps these.
     """
-    if not block.selective:
+    if not any(option.saved_ops or not names for option in block.selective):
         raise PlanIncompatibleError(
             f"block {block.block_id!r} has no selective options in its profile; profile with selective=True"
             + "".join(f" ({warning})" for warning in block.warnings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,12 @@ def _draw_nodes(draw: st.DrawFn, first: int, stop: int, depth: int) -> tuple[Pla
             nodes.extend(Keep(i) for i in range(first, after))
         first = after
     return tuple(nodes)
+
+
+def digest_of(data: Any) -> str:
+    """Of a part of a plan's file, whatever the version."""
+    text = json.dumps(data, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _plan(text: str = "K0 R(1) R(2 R(3 4))", **changes: Any) -> CheckpointPlan:
@@ -235,10 +242,16 @@ class TestJson:
             (
                 lambda d: (
                     d["tree"].update(text="K0 K1 R(2 R(3 4))"),
-                    d["decisions"][1].update(checkpointed=False),
+                    d["decisions"][1].update(checkpointed=False, executor=None),
                 ),
                 "section 'tree' is not what was written",
             ),
+            (lambda d: d["decisions"][1].update(executor=None), "section 'decisions' is not what was written"),
+            (
+                lambda d: d["decisions"][1].update(executor="replay"),
+                "executor='replay' but what runs its node is check",
+            ),
+            (lambda d: d["decisions"][0].update(executor="checkpoint"), "its node is nothing: the block is kept"),
             (
                 lambda d: d["decisions"][0].update(eligible_for_checkpoint=True, exclusion_reason=None),
                 "section 'decisions' is not what was written",
@@ -276,10 +289,24 @@ class TestJson:
         with pytest.raises(PlanIncompatibleError, match=said):
             CheckpointPlan.from_json(json.dumps(data))
 
+    def test_what_the_version_before_wrote_is_read_as_strictly(self) -> None:
+        plan = CheckpointPlan.from_text("K0 R(1) S2[]")
+        data = json.loads(plan.to_json()) | {"schema": "ckptplan.plan/1"}
+        for decision in data["decisions"]:
+            del decision["executor"]
+        data["decisions"][2]["checkpointed"] = False
+        sections = {n: data[n] for n in data.keys() - {"schema", "environment", "digest", "section_digests"}}
+        data["section_digests"] = {name: digest_of(part)[:16] for name, part in sections.items()}
+        data["digest"] = digest_of(sections)
+        assert CheckpointPlan.from_json(json.dumps(data)) == plan
+        data["decisions"][1]["reason"] = "another"
+        with pytest.raises(PlanIncompatibleError, match="section 'decisions' is not what was written"):
+            CheckpointPlan.from_json(json.dumps(data))
+
     def test_another_version_is_refused_by_name(self) -> None:
-        data = json.loads(_plan().to_json()) | {"schema": "ckptplan.plan/2"}
+        data = json.loads(_plan().to_json()) | {"schema": "ckptplan.plan/3"}
         with pytest.raises(
-            UnsupportedPlanVersionError, match=r"'ckptplan.plan/2'; this version reads 'ckptplan.plan/1'"
+            UnsupportedPlanVersionError, match=r"'ckptplan.plan/3'; this version reads 'ckptplan.plan/2'"
         ):
             CheckpointPlan.from_json(json.dumps(data))
 
@@ -358,6 +385,7 @@ class TestDiff:
             "text: K0 R(1) R(2 R(3 4)) -> K0 K1 R(2 R(3 4))",
             "predicted_peak_bytes: 90 -> 95",
             "block '1' checkpointed: True -> False",
+            "block '1' executor: 'checkpoint' -> None",
         ]
 
     def test_plans_of_other_lengths_say_so(self) -> None:

@@ -470,7 +470,7 @@ class TestChoices:
         _, again, _ = run("planner=file", f"planner.path={folder / 'plan.json'}", "budget_frac=0.6", "steps=2")
         assert (again["status"], again["plan"]["text"]) == ("ok", plan["text"])
         _, typed, _ = run("planner=text", "planner.text='K0 S1[] K2 K3'", "budget_frac=1.0", "steps=2")
-        assert (typed["status"], typed["plan"]["selective"]) == ("ok", 1)
+        assert (typed["status"], typed["plan"]["recomputed"]) == ("ok", 1)
 
     def test_without_scipy_optimal_plans_with_whole_blocks_and_says_what_is_missing(self, run, monkeypatch) -> None:
         find = importlib.util.find_spec

@@ -146,7 +146,9 @@ def test_a_plan_from_text_resolves_short_names_and_stores_full_ones_with_the_has
     assert plan.decisions[0].sequence_hash == "hash"
     assert plan.decisions[1].saved_ops is None
     assert plan.decisions[2].saved_ops == ()
-    assert (plan.kept, plan.recomputed, plan.selective) == (1, 0, 2)
+    assert (plan.kept, plan.recomputed, plan.selective) == (1, 1, 1)  # S2[] keeps nothing: all of it is made again
+    assert [d.checkpointed for d in plan.decisions] == [False, False, True]
+    assert [d.executor for d in plan.decisions] == ["replay", None, "replay"]
     assert CheckpointPlan.from_json(plan.to_json()) == plan
     stored = json.loads(plan.to_json())
     assert stored["tree"]["text"] == "S0[qkv,attention,fc] K1 S2[]"
@@ -223,7 +225,7 @@ def test_a_planner_may_return_selective_nodes_and_the_referee_checks_them() -> N
         check_plan(profile, wrong)
     assert [row.decision for row in plan_rows(profile, plan)] == [
         "keep part",
-        "keep part",
+        "replay",
         "keep",
     ]
 
@@ -395,7 +397,12 @@ def test_a_block_that_fails_the_gate_has_no_options_and_says_why() -> None:
     assert torch.equal(apply_plan(blocks, plan, (x,))(x), modules[1](modules[0](x)))
 
 
-def test_profiles_hold_no_options_unless_asked_for() -> None:
+def test_without_being_asked_for_options_only_the_replay_of_the_whole_block_is_measured() -> None:
     blocks = (CheckpointableBlock("b", 0, nn.Sequential(nn.Linear(4, 4), nn.Tanh())),)
     profile = profile_blocks(blocks, (torch.randn(2, 4),), device="cpu", num_warmup=0, num_trials=1)
-    assert profile[0].selective == ()
+    assert [option.saved_ops for option in profile[0].selective] == [()]
+    assert profile[0].selective[0].flops == profile[0].recompute_flops == 2 * 2 * 4 * 4
+    with pytest.raises(PlanIncompatibleError, match="profile with selective=True"):
+        CheckpointPlan.from_text("S0[tanh]", profile)
+    off = profile_blocks(blocks, (torch.randn(2, 4),), device="cpu", num_warmup=0, num_trials=1, memory="off")
+    assert off[0].selective == ()

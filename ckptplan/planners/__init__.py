@@ -21,15 +21,21 @@ from ckptplan.plan import (
     parse_plan_text,
     recomputed_blocks,
     tree_faults,
+    wholly_again,
 )
 from ckptplan.planners.budgets import TARGET_KINDS, TargetKind, budget_for, checked_target, step_cost, take_static_bytes
 from ckptplan.planners.compiled import compile_budget
 from ckptplan.planners.fixed import checkpoint_all, file, no_checkpoint, text, uniform
-from ckptplan.planners.flat import dynamic_programming
 from ckptplan.planners.heuristic import greedy, smallest_reachable
 from ckptplan.planners.milp import ilp
-from ckptplan.planners.nested import least_flat_peak, least_nested_peak, optimal
-from ckptplan.planners.reasons import block_reasons, infeasible_budget, infeasible_slowdown
+from ckptplan.planners.nested import (
+    dynamic_programming,
+    least_flat_peak,
+    least_nested_peak,
+    least_whole_peak,
+    optimal,
+)
+from ckptplan.planners.reasons import block_reasons, infeasible_budget, infeasible_slowdown, shown_name
 from ckptplan.planners.tables import PlannerResult
 from ckptplan.profiles import (
     BlockProfile,
@@ -54,8 +60,10 @@ __all__ = [
     "TargetKind",
     "least_flat_peak",
     "least_nested_peak",
+    "least_whole_peak",
     "no_checkpoint_peak",
     "plan_checkpoints",
+    "shown_name",
     "smallest_reachable",
 ]
 
@@ -281,7 +289,7 @@ def _within_slowdown(run: _Run, ratio: float, unplanned_bytes: int) -> tuple[Pla
 
 
 def _decisions(run: _Run, nodes: Sequence[PlanNode], simulated: PlanCost) -> tuple[CheckpointDecision, ...]:
-    chosen = recomputed_blocks(nodes)
+    chosen = wholly_again(nodes)
     stages, all_nodes = expanded(run.chain), expanded_nodes(run.chain, nodes)
     of_stages = block_reasons(stages, all_nodes, simulated.peak_bytes, run.memory_model, run.cost)
     reasons = [of_stages[place] for place in places(run.chain)]

@@ -37,10 +37,10 @@ _PROVED = 1e-9
 _ENOUGH_TO_EXCHANGE, _MOST_TO_EXCHANGE = 32, 1000  # blocks; all pairs of them are looked at
 
 
-def dynamic_programming(
+def keep_or_recompute(
     profile: ChainProfile, budget_bytes: int, *, cost: CostKind, memory_model: MemoryModel
 ) -> PlannerResult:
-    """The flat plan of least cost within the budget; the one of least peak where none fits."""
+    """The cheapest flat plan of kept and checkpointed blocks within the budget; that of least peak where none fits."""
     tables = FlatTables(profile, memory_model, cost)
     least_peak, choice = least_peak_choice(tables)
     if least_peak > budget_bytes:

@@ -14,14 +14,14 @@ the same recursion merged downwards gives the bound of which the gap is told. Ch
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ckptplan.errors import PlannerScaleError
 from ckptplan.gaps import expanded
-from ckptplan.plan import PlanNode
-from ckptplan.planners.flat import Problem, cheapest_choice, dynamic_programming, search
+from ckptplan.plan import PlanNode, blocks_of
+from ckptplan.planners.flat import LABEL_CAPS, Problem, cheapest_choice, keep_or_recompute, search
 from ckptplan.planners.heuristic import least_peak_choice, smallest_reachable
 from ckptplan.planners.options import (
     LARGEST_VALUE,
@@ -30,6 +30,7 @@ from ckptplan.planners.options import (
     flat_peak,
     flat_stages,
     option_chain,
+    timed_option_chain,
 )
 from ckptplan.planners.stairs import Stairs
 from ckptplan.planners.stretches import Stretches, TooManyCornersError
@@ -52,17 +53,50 @@ def optimal(profile: ChainProfile, budget_bytes: int, *, cost: CostKind, memory_
     if memory_model == "additive":
         return cheapest_flat(profile, budget_bytes, cost, memory_model)
     chain = option_chain(profile, cost)
-    return cheapest_plan(chain, budget_bytes, _flat_nodes(profile, budget_bytes, cost))
+    found = cheapest_plan(chain, budget_bytes, _flat_nodes(profile, budget_bytes, cost))
+    return _fastest_of_equals(profile, budget_bytes, cost, found)
+
+
+def dynamic_programming(
+    profile: ChainProfile, budget_bytes: int, *, cost: CostKind, memory_model: MemoryModel
+) -> PlannerResult:
+    """The cheapest flat plan of whole blocks within the budget; the one of least peak where none fits.
+
+    Each block is kept or recomputed, by PyTorch's checkpoint or by replay, as measured.
+    """
+    return cheapest_flat(whole_blocks(profile), budget_bytes, cost, memory_model)
+
+
+def whole_blocks(profile: ChainProfile) -> ChainProfile:
+    """The profile without options that keep part of a block."""
+    return replace(
+        profile,
+        blocks=tuple(replace(b, selective=tuple(o for o in b.selective if not o.saved_ops)) for b in profile),
+    )
 
 
 def cheapest_flat(profile: ChainProfile, budget_bytes: int, cost: CostKind, memory_model: MemoryModel) -> PlannerResult:
     """The cheapest flat plan over all options of the profile; the one of least peak where none fits."""
     if not any(block.selective for block in profile):
-        return dynamic_programming(profile, budget_bytes, cost=cost, memory_model=memory_model)
-    if memory_model == "additive":
+        found = keep_or_recompute(profile, budget_bytes, cost=cost, memory_model=memory_model)
+    elif memory_model == "additive":
         return cheapest_plan(option_chain(additive_profile(profile), cost), budget_bytes, None, most_blocks=1)
-    nodes = _flat_nodes(profile, budget_bytes, cost)
-    return cheapest_plan(option_chain(profile, cost), budget_bytes, nodes, most_blocks=1)
+    else:
+        nodes = _flat_nodes(profile, budget_bytes, cost)
+        found = cheapest_plan(option_chain(profile, cost), budget_bytes, nodes, most_blocks=1)
+    return found if memory_model == "additive" else _fastest_of_equals(profile, budget_bytes, cost, found)
+
+
+def _fastest_of_equals(profile: ChainProfile, budget_bytes: int, cost: CostKind, found: PlannerResult) -> PlannerResult:
+    """Of flat plans of equal FLOPs the one of least measured time, and of those the one of least peak."""
+    is_flat = all(len(blocks_of((node,))) == 1 for node in found.nodes)
+    if cost != "flops" or not is_flat or simulate_plan(profile, found.nodes).peak_bytes > budget_bytes:
+        return found
+    chain = timed_option_chain(profile)
+    if chain is None:
+        return found
+    best, _ = _flat_over_options(chain, budget_bytes, _Known(found.nodes, chain.value_of(found.nodes)), _LABELS)
+    return found if best is None else replace(found, nodes=best.nodes)
 
 
 def least_peak_plan(chain: OptionChain, most_blocks: int | None = None) -> tuple[PlanNode, ...]:
@@ -89,8 +123,10 @@ def cheapest_plan(
     best = None if flat_nodes is None else _Known(flat_nodes, chain.value_of(flat_nodes))
     if best is not None and best.value == 0:
         return PlannerResult(best.nodes, 0.0)
+    if most_blocks == 1:
+        return _cheapest_flat_plan(chain, budget_bytes, best)
     if any(len(block.options) > 1 + (block.inside_again is not None) for block in chain.blocks):
-        best = _flat_over_options(chain, budget_bytes, best)
+        best, _ = _flat_over_options(chain, budget_bytes, best, _LABELS)
     relaxed = Problem(flat_stages(chain, relaxed=True), budget_bytes)
     lower = _least_value(chain, relaxed, LARGEST_VALUE if best is None else best.value)
     if best is None:
@@ -117,6 +153,11 @@ def least_nested_peak(profile: ChainProfile, memory_model: MemoryModel = "peak")
     return simulated.peak_bytes, simulated.peak_at
 
 
+def least_whole_peak(profile: ChainProfile, memory_model: MemoryModel = "peak") -> tuple[int, str]:
+    """As :func:`least_flat_peak`, of plans over whole blocks: what planner ``dp`` chooses among."""
+    return least_flat_peak(whole_blocks(profile), memory_model)
+
+
 def least_flat_peak(profile: ChainProfile, memory_model: MemoryModel = "peak") -> tuple[int, str]:
     """The least peak in bytes of flat plans with options inside blocks, and the stage and phase that set it."""
     if memory_model == "additive" or not any(block.selective for block in profile):
@@ -141,16 +182,36 @@ def _flat_nodes(profile: ChainProfile, budget_bytes: int, cost: CostKind) -> tup
     return tables.nodes(cheapest_choice(tables, budget_bytes)[0])
 
 
-def _flat_over_options(chain: OptionChain, budget_bytes: int, best: _Known | None) -> _Known | None:
-    """The better of a known plan and the best flat one that a search over all options finds."""
+def _cheapest_flat_plan(chain: OptionChain, budget_bytes: int, best: _Known | None) -> PlannerResult:
+    """The cheapest flat plan, by searches that leave out less and less; the one of least peak where none fits."""
+    lower, gap = 0, 1.0
+    for cap in LABEL_CAPS:
+        best, cut = _flat_over_options(chain, budget_bytes, best, cap)
+        if best is None:
+            break
+        lower = max(lower, int(min(cut, best.value)))
+        gap = _gap(chain, best.value, lower)
+        if gap == 0.0:
+            break
+    return PlannerResult(least_peak_plan(chain, 1)) if best is None else PlannerResult(best.nodes, gap)
+
+
+def _flat_over_options(
+    chain: OptionChain, budget_bytes: int, best: _Known | None, cap: int
+) -> tuple[_Known | None, float]:
+    """The better of a known plan and the best flat one that a search over all options finds.
+
+    Of equals the latter, whose peak is the least. And a lower bound on what was left out to stay within ``cap``;
+    infinite for nothing.
+    """
     problem = Problem(flat_stages(chain), budget_bytes)
-    picked, _ = search(problem, LARGEST_VALUE if best is None else best.value, _LABELS)
+    picked, cut = search(problem, LARGEST_VALUE if best is None else best.value, cap)
     if picked is None:
-        return best
+        return best, cut
     blocks = zip(chain.blocks, picked[0 if chain.pre is None else 1 :], strict=False)
     nodes = tuple(block.options[option].node(i) for i, (block, option) in enumerate(blocks))
     found = _Known(nodes, chain.value_of(nodes))
-    return found if best is None or found.value < best.value else best
+    return (found if best is None or found.value <= best.value else best), cut
 
 
 def _least_value(chain: OptionChain, relaxed: Problem, known_value: int) -> int:

@@ -32,6 +32,7 @@ Outputs = tuple[tuple[int, int | None], ...]  # bytes, and which input storage i
 NOTHING = StageCost(0, 0, 0, (False,), (False,))
 MOST_RUNS = 16  # per block: what the integer costs leave room for; a plan that runs blocks more often is never built
 LARGEST_VALUE = 2**61
+TIME_STEPS = 1_000_000  # of all measured time together, where time breaks ties between equal FLOPs
 
 
 class Option(NamedTuple):
@@ -85,7 +86,8 @@ class OptionChain:
     Attributes:
         kinds: per block a number; blocks of equal number are equal in everything.
         loss_bytes: alive throughout the backward.
-        unit: one unit of cost is ``unit`` ms or FLOPs; a value is units x ``runs_scale`` + number of block runs.
+        unit: one unit of cost is ``unit`` ms or FLOPs; a value is units x ``runs_scale`` + what breaks ties: the number
+            of block runs, or (``timed_option_chain``) that and measured time in steps of a millionth of the whole.
     """
 
     blocks: tuple[Block, ...]
@@ -170,6 +172,37 @@ def option_chain(profile: ChainProfile, cost: CostKind | None) -> OptionChain:
         runs_scale=runs_scale,
         loss_bytes=profile.loss_bytes,
     )
+
+
+def timed_option_chain(profile: ChainProfile) -> OptionChain | None:
+    """The chain under ``cost="flops"`` where of equal FLOPs less measured time has the lower value.
+
+    None where times are missing, or where FLOPs and times do not fit into one integer. For flat plans: the values of
+    recomputed segments hold no times.
+    """
+    chain = option_chain(profile, "flops")
+    timed = option_chain(profile, "time")
+    times = [[float(timed.cost_of(option.value)) for option in block.options] for block in timed.blocks]
+    alike = all(len(a.options) == len(b.options) for a, b in zip(chain.blocks, timed.blocks, strict=True))
+    total_ms = sum(sum(of_block) for of_block in times)
+    if not alike or recompute_time_ms(profile, ()) is None or not total_ms:
+        return None
+    scale = 2 * (TIME_STEPS + sum(len(of_block) for of_block in times))
+    most = sum(max(option.value for option in block.options) for block in chain.blocks)
+    if most // chain.runs_scale * scale > LARGEST_VALUE:
+        return None
+
+    def value(option: Option, time_ms: float) -> int:
+        if not option.value:
+            return 0
+        return option.value // chain.runs_scale * scale + 1 + round(time_ms / total_ms * TIME_STEPS)
+
+    blocks = []
+    for block, of_block in zip(chain.blocks, times, strict=True):
+        options = tuple(o._replace(value=value(o, t)) for o, t in zip(block.options, of_block, strict=True))
+        again = next((o.value for o in options if o.node is recompute_one), 0)
+        blocks.append(block._replace(options=options, full=again, last=again))
+    return replace(chain, blocks=tuple(blocks), runs_scale=scale)
 
 
 def compiled_chain(profile: ChainProfile) -> OptionChain:

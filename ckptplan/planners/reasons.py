@@ -8,13 +8,19 @@ import numpy as np
 
 from ckptplan.errors import InfeasibleTargetError
 from ckptplan.plan import Compiled, CompiledModel, Keep, PlanNode, Selective, blocks_of, nodes_text, recomputed_blocks
-from ckptplan.planners.heuristic import smallest_reachable
-from ckptplan.planners.nested import least_nested_peak
+from ckptplan.planners.nested import least_nested_peak, least_whole_peak
 from ckptplan.planners.tables import FlatTables
-from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, name_some
+from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, SelectiveOption, name_some
 from ckptplan.selective import find_compiled, find_option
 from ckptplan.simulate import AFTER, BEFORE, PlanCost
 from ckptplan.units import format_bytes, format_ms
+
+_SHOWN = {"dynamic_programming": "dp", "no_checkpoint": "none", "checkpoint_all": "all", "compile_budget": "compile"}
+
+
+def shown_name(planner: str) -> str:
+    """A planner as users are told of it: by the name that the API, the configuration and the documents share."""
+    return _SHOWN.get(planner, planner)
 
 
 def infeasible_slowdown(
@@ -22,8 +28,8 @@ def infeasible_slowdown(
 ) -> InfeasibleTargetError:
     """The planner's cheapest plan, ``least``, adds ``added`` to a step of ``step``: more than ``ratio`` allows."""
     return InfeasibleTargetError(
-        f"planner {planner!r} has no plan within max_slowdown={ratio}: it adds {_cost_text(added, cost)} to a step of "
-        f"{_cost_text(step, cost)}, a ratio of {1 + added / step:.4g}",
+        f"planner {shown_name(planner)!r} has no plan within max_slowdown={ratio}: it adds {_cost_text(added, cost)} "
+        f"to a step of {_cost_text(step, cost)}, a ratio of {1 + added / step:.4g}",
         smallest_reachable_bytes=least.peak_bytes,
         smallest_reachable_any_bytes=least_any_bytes,
         limited_by=least.peak_at,
@@ -40,19 +46,20 @@ def infeasible_budget(
     static_bytes: int,
 ) -> InfeasibleTargetError:
     """The planner's plan of least peak, ``least``, is above the budget: what sets its peak, and what would help."""
-    least_flat, flat_at = smallest_reachable(chain, memory_model)
+    least_flat, flat_at = least_whole_peak(chain, memory_model)
     least_any, any_at = least_nested_peak(chain, memory_model)
     own = least.peak_bytes
-    first = f"no plan of planner {planner!r} keeps the activation peak within {_bytes_text(budget_bytes)}"
+    first = f"no plan of planner {shown_name(planner)!r} keeps the activation peak within {_bytes_text(budget_bytes)}"
     if static_bytes:
         first += f" (what else stands on the device takes {_bytes_text(static_bytes)})"
     parts = [first, f"its smallest reachable peak is {_bytes_text(own)}, set by {least.peak_at}"]
     if least_flat < own:
-        parts.append(f"planner 'dynamic_programming' reaches {_bytes_text(least_flat)}, set by {flat_at}")
+        parts.append(f"planner 'dp' reaches {_bytes_text(least_flat)}, set by {flat_at}")
     if least_any < min(own, least_flat):
-        how = "options inside blocks and nesting" if any(block.selective for block in chain) else "nesting"
+        has_parts = any(option.saved_ops for block in chain for option in block.selective)
+        how = "options inside blocks and nesting" if has_parts else "nesting"
         parts.append(f"{how} (planner 'optimal') reaches {_bytes_text(least_any)}, set by {any_at}")
-    others = [("dynamic_programming", least_flat), ("optimal", least_any)]
+    others = [("dp", least_flat), ("optimal", least_any)]
     enough = [f"planner={name!r}" for name, reached in others if reached <= budget_bytes]
     parts.append("what would help: " + "; ".join([*enough[:1], *_levers(chain, least, budget_bytes)]))
     return InfeasibleTargetError(
@@ -104,12 +111,12 @@ def block_reasons(
 ) -> list[str]:
     """One sentence per block: why it is kept or recomputed."""
     if any(len(blocks_of((node,))) > 1 or isinstance(node, (Selective, Compiled, CompiledModel)) for node in nodes):
-        return _tree_reasons(chain, nodes)
+        return _tree_reasons(chain, nodes, cost)
     tables = FlatTables(chain, memory_model, cost)
     return _flat_reasons(tables, chain, recomputed_blocks(nodes), peak_bytes, cost)
 
 
-def _tree_reasons(chain: ChainProfile, nodes: Sequence[PlanNode]) -> list[str]:
+def _tree_reasons(chain: ChainProfile, nodes: Sequence[PlanNode], cost: CostKind) -> list[str]:
     reasons = []
     for node in nodes:
         for i in blocks_of((node,)):
@@ -122,9 +129,10 @@ def _tree_reasons(chain: ChainProfile, nodes: Sequence[PlanNode]) -> list[str]:
             elif isinstance(node, CompiledModel):
                 reasons.append("compiled with the whole model, as one graph")
             elif isinstance(node, Selective):
-                reasons.append(_part_reason(chain[i], node))
+                part = _part_reason(chain[i], node) if node.saved_ops else ""
+                reasons.append(part or _executor_reason(chain[i], cost, by_replay=True))
             elif len(blocks_of((node,))) == 1:
-                reasons.append("recomputed")
+                reasons.append(_executor_reason(chain[i], cost, by_replay=False))
             else:
                 reasons.append(f"recomputed: part of {nodes_text((node,))}")
     return reasons
@@ -138,8 +146,31 @@ def _compiled_reason(block: BlockProfile, node: Compiled) -> str:
     return f"compiled with a lower memory budget, for {cost} beside its fastest"
 
 
+def _executor_reason(block: BlockProfile, cost: CostKind, *, by_replay: bool) -> str:
+    """A block recomputed whole: what that takes, beside the other way to do it where it was measured."""
+    option = next((o for o in block.selective if not o.saved_ops), None)
+    replay, checkpoint = None if option is None else (option.cost, _option_cost(option, cost)), None
+    if block.eligible_for_checkpoint and block.recompute is not None:
+        figure = block.recompute_flops if cost == "flops" else block.recompute_time_ms
+        checkpoint = block.recompute, figure
+    ways = [("replay", replay), ("PyTorch's checkpoint", checkpoint)]
+    (name, mine), (other_name, other) = ways if by_replay else ways[::-1]
+    assert mine is not None  # the referee has checked the plan
+    told = f"recomputed by {name}" + ("" if mine[1] is None else f" for {_cost_text(mine[1], cost)}")
+    if other is None or mine[1] is None or other[1] is None:
+        return told
+    if mine[1] <= other[1]:
+        return f"{told} ({other_name}: {_cost_text(other[1], cost)})"
+    peaks = [format_bytes(figures.backward_peak_bytes) for figures, _ in (mine, other)]
+    return f"{told}, with a backward peak of {peaks[0]} ({other_name}: {_cost_text(other[1], cost)}, {peaks[1]})"
+
+
+def _option_cost(option: SelectiveOption, cost: CostKind) -> float | None:
+    return option.flops if cost == "flops" else option.time_ms
+
+
 def _part_reason(block: BlockProfile, node: Selective) -> str:
-    names = ", ".join(node.saved_ops) or "nothing inside"
+    names = ", ".join(node.saved_ops)
     free = "; no matrix product runs again" if find_option(block, node.saved_ops).flops == 0 else ""
     return f"kept in part: {names}{free}"
 

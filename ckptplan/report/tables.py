@@ -77,15 +77,15 @@ def _plan_row(block: BlockProfile, decision: CheckpointDecision, words: str, com
 
 
 def _decision_words(nodes: Iterable[PlanNode], segments: tuple[str, ...] = ()) -> Iterable[tuple[int, str]]:
-    """``keep``, ``keep part`` (the reason says which), ``recompute`` (alone), ``recompute in 1-4`` (a segment),
-    ``recompute in 1-4, 3-4`` (a nest).
+    """``keep``, ``keep part`` (the reason says which), ``recompute`` (alone), ``replay`` (alone too, operator by
+    operator), ``recompute in 1-4`` (a segment), ``recompute in 1-4, 3-4`` (a nest).
     """
     for node in nodes:
         if isinstance(node, Keep):
             yield node.block, f"recompute in {', '.join(segments)}" if segments else "keep"
             continue
         if isinstance(node, Selective):
-            yield node.block, "keep part"
+            yield node.block, "keep part" if node.saved_ops else "replay"
             continue
         if isinstance(node, Compiled):
             yield node.block, f"compiled [{node.budget:g}]"

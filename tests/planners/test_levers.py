@@ -55,7 +55,7 @@ def test_nesting_is_named_with_its_least_peak() -> None:
 
 def test_a_planner_that_is_enough_and_flat_is_named_first() -> None:
     error = _refused(_chain(), 820, "none")
-    assert "what would help: planner='dynamic_programming'" in str(error)
+    assert "what would help: planner='dp'" in str(error)
     assert "planner='optimal'" not in str(error)
 
 
