@@ -21,6 +21,7 @@ from ckptplan.stages import StageForward, time_stage
 from ckptplan.subject import Subject, Trials
 from ckptplan.trace import BlockCall
 
+_FEWEST_TRIALS = 5
 _WORTH = 0.05  # of a block's bytes or time; less is no reason to leave PyTorch's checkpoint for a replay
 
 
@@ -112,9 +113,10 @@ def with_choices(block: BlockProfile, choices: Choices | None, clock: Clock) -> 
 
 
 def _is_clearly_less(times: Sequence[float], others: Sequence[float]) -> bool:
-    """By ``_WORTH``, and the middle halves of both do not meet."""
-    upper = sorted(times)[(3 * len(times)) // 4 if len(times) > 1 else 0]
-    lower = sorted(others)[(len(others) - 1) // 4]
+    """By ``_WORTH``, and the middle halves of both do not meet; a few trials make nothing clear."""
+    if min(len(times), len(others)) < _FEWEST_TRIALS:
+        return False
+    upper, lower = sorted(times)[(3 * len(times)) // 4], sorted(others)[(len(others) - 1) // 4]
     return upper < lower and statistics.median(times) < (1 - _WORTH) * statistics.median(others)
 
 

@@ -522,8 +522,8 @@ def _executors_of(nodes: Sequence[PlanNode]) -> dict[int, str]:
             found |= dict.fromkeys(blocks_of((node,)), CHECKPOINT)
         elif isinstance(node, Selective):
             found[node.block] = REPLAY
-        elif isinstance(node, Compiled):
-            found[node.block] = COMPILER
+        elif isinstance(node, (Compiled, CompiledModel)):
+            found |= dict.fromkeys(blocks_of((node,)), COMPILER)
     return found
 
 
