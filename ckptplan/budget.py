@@ -17,7 +17,7 @@ from ckptplan.planners import least_flat_peak, least_nested_peak, least_whole_pe
 from ckptplan.planners.budgets import budget_for
 from ckptplan.profiles import ChainProfile
 from ckptplan.simulate import no_checkpoint_peak
-from ckptplan.trees import distinct_storages, tensors_in
+from ckptplan.trees import distinct_storages, sharded_bytes, tensors_in
 
 # Share of a CUDA budget left to what the allocator's statistics do not show between stages, unless margin_frac
 # says another. Stated in result.json; not calibrated on a device yet. On a CPU measured bytes are exact.
@@ -41,13 +41,19 @@ class StaticBytes:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.batch_bytes
 
 
-def static_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any = ()) -> StaticBytes:
-    """Parameters and buffers, gradients, the batch, and the optimizer state that the first step will bring."""
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+def static_bytes(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any = (), num_shards: int = 1
+) -> StaticBytes:
+    """Parameters and buffers, gradients, the batch, and the optimizer state that the first step will bring.
+
+    ``num_shards``: over so many ranks FSDP2 shares parameters, gradients and state; the largest share is counted.
+    """
+    buffers = {id(t): t for t in model.buffers()}
     return StaticBytes(
-        weights_bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
-        gradients_bytes=sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
-        optimizer_bytes=optimizer_state_bytes(optimizer),
+        weights_bytes=sum(sharded_bytes(p, num_shards) for p in model.parameters())
+        + sum(t.numel() * t.element_size() for t in buffers.values()),
+        gradients_bytes=sum(sharded_bytes(p, num_shards) for p in model.parameters() if p.requires_grad),
+        optimizer_bytes=optimizer_state_bytes(optimizer, num_shards),
         batch_bytes=sum(t.untyped_storage().nbytes() for t in distinct_storages(tensors_in(batch))),
     )
 
@@ -64,8 +70,10 @@ class PlannedRun:
     note: str | None = None  # what a reader should know of a plan from a file
 
 
-def plan_for_budget(profile: ChainProfile, config: RunConfig, static: StaticBytes, device: torch.device) -> PlannedRun:
-    """The configured planner's plan for the configured budget.
+def plan_for_budget(
+    profile: ChainProfile, config: RunConfig, static: StaticBytes, device: torch.device, reserve_bytes: int = 0
+) -> PlannedRun:
+    """The configured planner's plan for the configured budget, of which ``reserve_bytes`` more are left alone.
 
     Raises:
         InfeasibleTargetError: no plan of the planner's kind fits.
@@ -76,9 +84,9 @@ def plan_for_budget(profile: ChainProfile, config: RunConfig, static: StaticByte
     margin, share = 0, config.margin_frac
     if share is None:
         share = CUDA_MARGIN if device.type == "cuda" else 0.0
-    if share and kind != "max_slowdown":
+    if (share or reserve_bytes) and kind != "max_slowdown":
         budget = budget_for(kind, value, no_checkpoint_peak(profile)) - options.pop("static_bytes", 0)
-        margin = int(max(budget, 0) * share)
+        margin = int(max(budget, 0) * share) + reserve_bytes
         kind, value = "activation_budget_bytes", max(budget, 0) - margin
     options.update(config.planner.options)
     if config.planner.text is not None:

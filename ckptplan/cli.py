@@ -12,7 +12,7 @@ import sys
 import traceback
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ckptplan import launched
 from ckptplan.config import (
     RunConfig,
     config_error,
@@ -32,14 +33,15 @@ from ckptplan.config import (
     resolve,
     shell_override,
 )
-from ckptplan.console import DISK_FULL, lasting_output
+from ckptplan.console import lasting_output
 from ckptplan.errors import CkptplanError, ConfigError
 from ckptplan.jobs import EXIT_BAD_CONFIG, end_with_launcher
-from ckptplan.runs import AUTO, find_run, find_same, overrides_to_resume, typed_value, without
+from ckptplan.runs import AUTO, find_run, find_same, overrides_to_resume, point_latest_at, typed_value, without
 from ckptplan.sweeps import SweepTerminated, newest_sweep
+from ckptplan.telling import EXIT_FAILED, exit_code_of, file_message
 
 CONFIG_NAME = "train"
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+EXIT_INTERRUPTED = 130
 _FOLDER_KEYS = {  # with an example of each
     "output_dir": "outputs",
     "hydra.run.dir": "outputs/mine",
@@ -55,14 +57,28 @@ _Error = TypeVar("_Error", bound=BaseException)
 def train_main() -> NoReturn:
     """``python train.py``: one run, or with ``-m`` one run per job."""
     end_with_launcher()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(_with_other_ranks(lambda: main(sys.argv[1:])))
 
 
 def sweep_main() -> NoReturn:
     """``python sweep.py``: the sweep of conf/sweep/default.yaml unless another ``sweep=`` is named."""
     if len(sys.argv) == 1:
         print("four planners at five budgets on the small GPT: under 10 minutes on two CPU cores", file=sys.stderr)
-    sys.exit(main(sweep_arguments(sys.argv[1:])))
+    sys.exit(_with_other_ranks(lambda: main(sweep_arguments(sys.argv[1:]))))
+
+
+def _with_other_ranks(run: Callable[[], int]) -> int:
+    """The exit code of ``run``. Of ranks that torchrun or srun has started only the first reads the command line."""
+    if launched.world_size() == 1:
+        return run()
+    from ckptplan.engine.launch import follow, release
+
+    if launched.rank() > 0:
+        register_schema()
+        return follow()
+    code = run()
+    release(code)
+    return code
 
 
 def sweep_arguments(arguments: Sequence[str]) -> list[str]:
@@ -84,7 +100,7 @@ def _run_told(arguments: Sequence[str]) -> int:
     try:
         return _run_hydra(list(arguments))
     except OSError as error:  # of files that Hydra or a launcher wants; a run tells its own
-        print(f"error: {_file_message(error)}", file=sys.stderr)
+        print(f"error: {file_message(error)}", file=sys.stderr)
         return EXIT_FAILED
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -215,6 +231,9 @@ def _run_hydra(arguments: list[str]) -> int:
     exit_codes: list[int] = []
     if is_run:
         _check_folders_are_named(options.overrides)
+    if options.multirun and launched.world_size() > 1:
+        problem = f"each of {launched.world_size()} processes that a launcher started would run the sweep"
+        raise config_error("engine", "", problem, remedy="python train.py -m engine=ddp engine.nproc=2 ..., without it")
 
     def job(config: DictConfig) -> None:
         exit_codes.append(_job(config))
@@ -471,36 +490,41 @@ def _job(config: DictConfig) -> int:
     os.chdir(hydra_config.runtime.cwd)  # inputs are relative to the start folder, whatever hydra.job.chdir says
     logging.captureWarnings(True)
     try:
-        loaded, resolved = load_config(config), resolve(config)
-        loaded, resolved = _with_state_mode(loaded, resolved, hydra_config)
-        if loaded.planner.path is not None:  # it may lead through "latest", which is about to point here
-            path = str(Path(loaded.planner.path).resolve())
-            loaded = replace(loaded, planner=replace(loaded.planner, path=path))
-        from ckptplan.run import run_job
-
-        overrides, output_dir = list(hydra_config.overrides.task), Path(loaded.output_dir)
-        # A run that turns out to be none leaves "latest" where it was.
-        return run_job(
-            loaded,
-            resolved=resolved,
-            folder=folder,
-            overrides=overrides,
-            on_begin=lambda: point_latest_at(folder, output_dir),
-        )
-    except ConfigError as error:
-        return _report(error, EXIT_BAD_CONFIG, folder)
-    except CkptplanError as error:
-        return _report(error, EXIT_FAILED, folder)
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            return _report(CkptplanError(_file_message(error)), EXIT_FAILED, folder)
-        log.exception("the run failed on an unexpected error")
-        return EXIT_FAILED
-    except Exception:
-        log.exception("the run failed on an unexpected error")
-        return EXIT_FAILED
+        return exit_code_of(lambda: _run(config, hydra_config, folder), folder)
     finally:
         logging.captureWarnings(False)
+
+
+def _run(config: DictConfig, hydra_config: Any, folder: Path) -> int:
+    loaded, resolved = load_config(config), resolve(config)
+    loaded, resolved = _with_state_mode(loaded, resolved, hydra_config)
+    if loaded.planner.path is not None:  # it may lead through "latest", which is about to point here
+        path = str(Path(loaded.planner.path).resolve())
+        loaded = replace(loaded, planner=replace(loaded.planner, path=path))
+    overrides = list(hydra_config.overrides.task)
+    if loaded.engine.kind != "single":
+        from ckptplan.engine.launch import run_on_ranks
+
+        log_config = OmegaConf.to_container(hydra_config.job_logging, resolve=True)
+        return run_on_ranks(loaded, resolved, folder, overrides, cast("dict[str, Any]", log_config))
+    _require_one_process()
+    from ckptplan.run import run_job
+
+    # A run that turns out to be none leaves "latest" where it was.
+    return run_job(
+        loaded,
+        resolved=resolved,
+        folder=folder,
+        overrides=overrides,
+        on_begin=lambda: point_latest_at(folder, Path(loaded.output_dir)),
+    )
+
+
+def _require_one_process() -> None:
+    num_ranks = launched.world_size()
+    if num_ranks > 1:
+        problem = f"a launcher started {num_ranks} processes, which would each do the same run"
+        raise config_error("engine", "single", problem, remedy="engine=ddp or engine=fsdp2, or start one process")
 
 
 def _with_state_mode(
@@ -515,34 +539,3 @@ def _with_state_mode(
     mode = "off" if in_sweep and loaded.resume is None else "async"
     state = replace(loaded.state, mode=mode)
     return replace(loaded, state=state), {**resolved, "state": {**resolved["state"], "mode": mode}}
-
-
-def _report(error: CkptplanError, exit_code: int, folder: Path) -> int:
-    """The message on the terminal, the whole traceback in the log file only."""
-    print(f"error: {error}", file=sys.stderr)
-    with contextlib.suppress(OSError), (folder / "train.log").open("a", encoding="utf-8") as file:
-        traceback.print_exception(error, file=file)
-    return exit_code
-
-
-def _file_message(error: OSError) -> str:
-    name = error.filename or "a file of the run"
-    if error.errno in DISK_FULL:
-        return f"{name} could not be written: {error.strerror}. Free some space, or set output_dir"
-    return f"{name} could not be made or read: {error.strerror or error}"
-
-
-def point_latest_at(folder: Path, output_dir: Path) -> None:
-    """Make ``<output_dir>/latest`` point to ``folder``: a link, or a text file where links cannot be made."""
-    latest = output_dir.absolute() / "latest"
-    if not folder.is_relative_to(latest.parent):
-        return  # a run folder given by hand, somewhere else
-    aside = latest.with_name(f".latest-{os.getpid()}")
-    target = os.path.relpath(folder, latest.parent)
-    try:
-        aside.symlink_to(target, target_is_directory=True)
-    except OSError:
-        aside.write_text(target + "\n", encoding="utf-8")
-    with contextlib.suppress(OSError):  # a folder of that name is the user's own
-        aside.replace(latest)
-    aside.unlink(missing_ok=True)

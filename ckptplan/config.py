@@ -65,6 +65,8 @@ UNHASHED_KEYS = tuple(
 )
 UNHASHED_PROFILE_KEYS = ("cache", "options")
 
+ENGINES = ("single", "ddp", "fsdp2")
+
 # Groups that leave no key of their own in the composed config.
 WHOLE_RUN_GROUPS = ("experiment", "debug")
 
@@ -178,6 +180,19 @@ class StateConfig:
 
 
 @dataclass(frozen=True)
+class EngineConfig:
+    """How many processes train one model. ``kind``: single, ddp or fsdp2.
+
+    ``nproc``: processes to start on this machine; None: one for each CUDA device. Where torchrun or srun has started
+    the ranks it stays None. ``tp``: ranks that share each matrix product; only 1.
+    """
+
+    kind: str = "single"
+    nproc: int | None = None
+    tp: int = 1
+
+
+@dataclass(frozen=True)
 class SweepConfig:
     """How the jobs of a multirun are run.
 
@@ -251,6 +266,7 @@ class RunConfig:
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     optimizer: dict[str, Any] = field(default_factory=dict)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     state: StateConfig = field(default_factory=StateConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
@@ -575,6 +591,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str, object]] = {
     "profile.num_trials": (lambda n: n >= 1, "1 or more", 5),
     "proof.latency_trials": (lambda n: n >= 0, "0 or more", 5),
     "proof.latency_warmup": (lambda n: n >= 0, "0 or more", 1),
+    "engine.nproc": (lambda n: n >= 1, "1 or more, or null", 2),
     "sweep.parallel": (lambda n: n >= 1, "1 or more", 1),
     "state.every": (lambda n: n >= 1, "1 or more, or null", 100),
     "state.keep_last": (lambda n: n >= 1, "1 or more, or null for all", 2),
@@ -604,6 +621,7 @@ def _check_choices(config: RunConfig) -> None:
     check_choice("cost", config.cost, ("time", "flops"))
     check_choice("scheduler.kind", config.scheduler.kind, ("constant", "cosine", "linear"))
     check_choice("logger.kind", config.logger.kind, ("none", "csv", "tensorboard", "trackio", "wandb"))
+    _check_engine(config)
     _check_sweep(config.sweep)
     check_choice("logger.mode", config.logger.mode, ("offline", "auto", "online", "disabled"))
     check_choice("state.mode", config.state.mode, ("auto", "async", "sync", "off"))
@@ -630,6 +648,35 @@ def _check_choices(config: RunConfig) -> None:
             raise config_error(key, value, f"planner={name} needs it", remedy=f"planner={name} {example}")
         if planner.name != name and value:
             raise config_error(key, value, f"only planner={name} reads it", remedy=f"planner={name} {example}")
+
+
+def _check_engine(config: RunConfig) -> None:
+    engine, batch_size = config.engine, config.data.get("batch_size")
+    check_choice("engine.kind", engine.kind, ENGINES)
+    if engine.tp != 1:
+        problem = "tensor parallel meshes are not there yet"
+        raise config_error("engine.tp", engine.tp, problem, remedy="engine=fsdp2 engine.tp=1")
+    if engine.kind == "single":
+        if engine.nproc not in (None, 1):
+            problem = "engine=single is one process"
+            raise config_error("engine.nproc", engine.nproc, problem, remedy=f"engine=ddp engine.nproc={engine.nproc}")
+        return
+    if engine.nproc is not None and isinstance(batch_size, int):
+        check_batch_divides(batch_size, engine.nproc)
+    if engine.kind == "fsdp2" and str(config.runtime.dtype) == "fp16_mixed":
+        problem = "engine=fsdp2 has no loss scaling over shards"
+        raise config_error("runtime.dtype", "fp16_mixed", problem, remedy="runtime.dtype=bf16_mixed, or engine=ddp")
+    if not re.fullmatch(r"auto|cpu|cuda", config.runtime.device):
+        problem = "each rank takes the device of its number"
+        raise config_error("runtime.device", config.runtime.device, problem, remedy="runtime.device=cuda")
+
+
+def check_batch_divides(batch_size: int, num_ranks: int) -> None:
+    """Raise ``ConfigError`` unless every rank gets as many samples of a batch."""
+    if batch_size % num_ranks:
+        fits = max(1, round(batch_size / num_ranks)) * num_ranks
+        problem = f"it is the size over all ranks, and {num_ranks} ranks do not share it evenly"
+        raise config_error("data.batch_size", batch_size, problem, remedy=f"data.batch_size={fits}")
 
 
 def _check_sweep(sweep: SweepConfig) -> None:

@@ -137,6 +137,18 @@ class NonFiniteError(CkptplanError):
         self.consecutive = consecutive
 
 
+class RankFailedError(CkptplanError):
+    """Another process of the same run failed, so this one ends too.
+
+    Attributes:
+        rank: the one that failed.
+    """
+
+    def __init__(self, message: str, *, rank: int = 0) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class RunInterruptedError(CkptplanError):
     """A signal asked the run to end in a phase that has no partial result, such as profiling.
 
@@ -148,6 +160,9 @@ class RunInterruptedError(CkptplanError):
         super().__init__(f"interrupted by {signal_name}")
         self.signal_number = signal_number
         self.signal_name = signal_name
+
+    def __reduce__(self) -> tuple[type[RunInterruptedError], tuple[int, str]]:
+        return RunInterruptedError, (self.signal_number, self.signal_name)
 
 
 class StateError(CkptplanError):

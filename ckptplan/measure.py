@@ -141,6 +141,7 @@ def profile_model(
     selective: bool = False,
     compiled_budgets: Sequence[float] = (),
     compiled_model_budgets: Sequence[float] = (),
+    gradients_stand: bool = True,
 ) -> ChainProfile:
     """What each block of ``model`` costs, and what the model runs before and after them.
 
@@ -158,6 +159,8 @@ def profile_model(
         compiled_model_budgets: also compile the model as one graph with these memory budgets and measure whole steps
             (``ChainProfile.compiled_model``); needs ``compiled_budgets``, to be compared with. A model that cannot be
             says why in the profile's warnings. Compiling takes up to a minute for each budget of a deep model.
+        gradients_stand: parameter gradients stand before the step and count nothing; False: those of a block come
+            anew in its backward and stay to its end, as under FSDP2.
 
     Raises: as ``profile_blocks``.
     """
@@ -188,6 +191,7 @@ def profile_model(
         compiled_budgets=compiled_budgets,
         compiled_model_budgets=compiled_model_budgets,
         check_stop=check_stop,
+        gradients_stand=gradients_stand,
     )
     environment = {**profile.environment, **largest.as_environment()}
     if changed := environment.get(CHANGED_SETTINGS):
@@ -230,6 +234,7 @@ def _profile(
     compiled_budgets: Sequence[float],
     compiled_model_budgets: Sequence[float] = (),
     check_stop: Callable[[], None] = lambda: None,
+    gradients_stand: bool = True,
 ) -> ChainProfile:
     require_placement(blocks, batch, device, dtype)
     budgets = _checked_budgets("compiled_budgets", compiled_budgets, device, memory)
@@ -245,7 +250,7 @@ def _profile(
         selective = selective and memory != "off"
 
         def subject() -> Subject:  # on a twin that no forward has run on
-            return Subject.of(model, blocks, batch, step, device, has_loss)
+            return Subject.of(model, blocks, batch, step, device, has_loss, gradients_stand)
 
         if not has_loss or isinstance(model, PlainChain):
             chain = subject()

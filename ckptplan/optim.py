@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from ckptplan.trees import sharded_shape
+
 log = logging.getLogger(__name__)
 
 ScheduleKind = Literal["constant", "cosine", "linear"]
@@ -75,18 +77,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = scaled
 
 
-def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer, num_shards: int = 1) -> int | None:
     """Bytes of the optimizer's state after its first step, found without taking it.
 
     A twin of the optimizer steps over parameters of the same shapes without storage (the meta device),
     so nothing is allocated. An optimizer that has stepped already is simply counted. None, with the
-    reason in the log, where the optimizer's class does not run on such parameters.
+    reason in the log, where the optimizer's class does not run on such parameters. ``num_shards``: of the largest share
+    where so many ranks share it.
     """
     if optimizer.state:
         return _state_bytes(optimizer)
     try:
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = type(optimizer)
-        twin = make([_meta_group(group) for group in optimizer.param_groups])
+        twin = make([_meta_group(group, num_shards) for group in optimizer.param_groups])
         twin.step()
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         log.warning("the state of %s is unknown before its first step: %s", type(optimizer).__name__, error)
@@ -94,12 +97,13 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
     return _state_bytes(twin)
 
 
-def _meta_group(group: dict[str, Any]) -> dict[str, Any]:
+def _meta_group(group: dict[str, Any], num_shards: int) -> dict[str, Any]:
     parameters = []
     for parameter in group["params"]:
         if not parameter.requires_grad:
             continue
-        twin = torch.nn.Parameter(torch.empty_like(parameter, device="meta"))
+        shape = sharded_shape(parameter, num_shards)
+        twin = torch.nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"))
         twin.grad = torch.empty_like(twin)
         parameters.append(twin)
     # The fused and capturable variants insist on a real device; they hold the same tensors.

@@ -11,7 +11,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ from torch import nn
 
 from ckptplan.apply import checkpointed
 from ckptplan.errors import PlanIncompatibleError
-from ckptplan.memory import CudaAllocatorMeter, make_meter
+from ckptplan.memory import CudaAllocatorMeter, MemoryMeter, make_meter
 from ckptplan.plan import CheckpointPlan
 from ckptplan.randomness import GlobalStreams, library_state, random_state_restored, torch_state
 from ckptplan.subject import LossFn, Trials, private_batch
-from ckptplan.trees import tensors_in
+from ckptplan.trees import local, tensors_in
 from ckptplan.twin import make_twin, own_written_weights
 from ckptplan.units import require_amount
 from ckptplan.wrappers import no_parallel_calls, parallel_fault, sharding_fault
@@ -88,15 +89,31 @@ class OwnBatch:
         return tensors_in(self.now)
 
 
+@dataclass(frozen=True)
+class Engine:
+    """How a model is called under an engine of several ranks; ``settled`` and ``peak_trials`` as in ``StepPair``."""
+
+    wrap: Callable[[nn.Module], nn.Module]
+    settled: Callable[[], AbstractContextManager[None]] = nullcontext
+    peak_trials: int = 1
+
+
 @dataclass
 class StepPair:
-    """A planned and an unplanned step over the same twin; each step runs on ``batch.now``."""
+    """A planned and an unplanned step over the same twin; each step runs on ``batch.now``.
+
+    ``is_alone``: no other rank takes part in the steps, so one that does not fit the device ends nothing. ``settled``
+    is entered around steps whose peak is measured, of ``peak_trials`` the least.
+    """
 
     planned: Callable[[], torch.Tensor]
     plain: Callable[[], torch.Tensor]
     twin: nn.Module
     batch: OwnBatch
     device: torch.device
+    is_alone: bool = True
+    settled: Callable[[], AbstractContextManager[None]] = nullcontext
+    peak_trials: int = 1
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.twin.named_parameters() if p.requires_grad}
@@ -122,25 +139,37 @@ def prove_model(
     rtol: float = 1e-5,
     atol: float = 0.0,
     check_stop: Callable[[], None] = lambda: None,
+    under: Engine | None = None,
+    run_plain: bool = True,
 ) -> StepProof:
-    """Measure steps of ``loss_fn(model, batch)`` with the model patched by ``plan`` and as it is."""
+    """Measure steps of ``loss_fn(model, batch)`` with the model patched by ``plan`` and as it is.
+
+    ``under``: the engine of several ranks, each of which measures; gradients are compared as they lie on this one.
+    ``run_plain``: False where the unplanned step is known not to fit.
+    """
     require_amount("rtol", rtol)  # before anything is built
     require_amount("atol", atol)
     return prove(
-        pair_of_model(model, plan, batch, loss_fn, device),
+        pair_of_model(model, plan, batch, loss_fn, device, under),
         trials,
         check_gradients=check_gradients,
         time_steps=time_steps,
         rtol=rtol,
         atol=atol,
         check_stop=check_stop,
+        run_plain=run_plain,
     )
 
 
 def pair_of_model(
-    model: nn.Module, plan: CheckpointPlan, batch: Any, loss_fn: LossFn, device: torch.device
+    model: nn.Module,
+    plan: CheckpointPlan,
+    batch: Any,
+    loss_fn: LossFn,
+    device: torch.device,
+    under: Engine | None = None,
 ) -> StepPair:
-    """The two steps of ``loss_fn(model, batch)``, on a twin of the model.
+    """The two steps of ``loss_fn(model, batch)``, on a twin of the model, put under an engine if there is one.
 
     Raises ``PlanIncompatibleError`` for a model that copies, or steps, of which would talk to other processes.
     """
@@ -156,12 +185,16 @@ def pair_of_model(
             raise
     own = OwnBatch(batch)
     patch = checkpointed(twin, plan)  # checked once, not in every timed step
+    called = twin if under is None else under.wrap(twin)
 
     def planned() -> torch.Tensor:
         with patch:
-            return loss_fn(twin, own.now)
+            return loss_fn(called, own.now)
 
-    return StepPair(planned, lambda: loss_fn(twin, own.now), twin, own, device)
+    pair = StepPair(planned, lambda: loss_fn(called, own.now), twin, own, device)
+    if under is None:
+        return pair
+    return replace(pair, is_alone=False, settled=under.settled, peak_trials=under.peak_trials)
 
 
 def peak_of_planned_step(pair: StepPair) -> int | None:
@@ -180,6 +213,7 @@ def prove(
     rtol: float,
     atol: float,
     check_stop: Callable[[], None] = lambda: None,
+    run_plain: bool = True,
 ) -> StepProof:
     """Gradients, then peaks, then times; a step that does not fit the device leaves its figures None.
 
@@ -190,11 +224,13 @@ def prove(
     check: GradientCheck | None = None
     note: str | None = None if check_gradients else "not asked for"
     with random_state_restored(pair.device), torch.enable_grad():
-        if check_gradients:
+        if check_gradients and not run_plain:
+            note = "the unplanned step does not fit the device"
+        elif check_gradients:
             check, note = check_gradients_of(pair, rtol, atol)
         _allocate_gradients(pair)
         peak, device_peak, reserved = _peak_or_none(pair, pair.planned)
-        plain_peak, _, _ = _peak_or_none(pair, pair.plain)
+        plain_peak = _peak_or_none(pair, pair.plain)[0] if run_plain else None
         step_ms: list[float] = []
         plain_ms: list[float] = []
         if time_steps:
@@ -232,14 +268,14 @@ def check_gradients_of(pair: StepPair, rtol: float, atol: float) -> tuple[Gradie
     try:
         found = _outcome(pair, pair.planned, start)
     except Exception as error:
-        if is_out_of_memory(error):
+        if pair.is_alone and is_out_of_memory(error):
             return None, "the planned step does not fit the device"
         raise
     reference = "the unplanned step"
     try:
         expected = _outcome(pair, pair.plain, start)
     except Exception as error:
-        if not is_out_of_memory(error):
+        if not (pair.is_alone and is_out_of_memory(error)):
             raise
         reference = "the unplanned step with its saved tensors held on the host"
         try:
@@ -317,8 +353,8 @@ def _outcome(pair: StepPair, step: Callable[[], torch.Tensor], start: _Start) ->
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy; gradients of sparse embeddings are made dense, so that they can be compared."""
-    return tensor.detach().to("cpu", copy=True).to_dense()
+    """A copy, of a sharded tensor of this rank's part; gradients of sparse embeddings are made dense for comparison."""
+    return local(tensor.detach()).to("cpu", copy=True).to_dense()
 
 
 def compare_outcomes(
@@ -388,21 +424,32 @@ def _peak_or_none(pair: StepPair, step: Callable[[], torch.Tensor]) -> tuple[int
     try:
         pair.batch.renew()
         step().backward()  # lazily made workspaces are there afterwards
-        pair.batch.renew()
-        meter = make_meter(pair.device)
-        with meter:
-            meter.mark("start")
-            loss = step()
-            loss.backward()
-            meter.mark("end")
+        with pair.settled():
+            meters = [_metered(pair, step) for _ in range(pair.peak_trials)]
     except Exception as error:
-        if is_out_of_memory(error):
+        if pair.is_alone and is_out_of_memory(error):
             return None, None, None
         raise
-    peak = meter.peak("start", "end") - meter.level("start")
+    meter = min(meters, key=_peak_above_start)
+    peak = _peak_above_start(meter)
     if isinstance(meter, CudaAllocatorMeter):
         return peak, torch.cuda.memory_allocated(pair.device) + peak, meter.reserved_peak_bytes
     return peak, None, None
+
+
+def _metered(pair: StepPair, step: Callable[[], torch.Tensor]) -> MemoryMeter:
+    pair.batch.renew()
+    meter = make_meter(pair.device)
+    with meter:
+        meter.mark("start")
+        loss = step()
+        loss.backward()
+        meter.mark("end")
+    return meter
+
+
+def _peak_above_start(meter: MemoryMeter) -> int:
+    return meter.peak("start", "end") - meter.level("start")
 
 
 def _interleaved_times(
@@ -433,4 +480,5 @@ def _time(pair: StepPair, step: Callable[[], torch.Tensor]) -> float:
 def _static_bytes(pair: StepPair) -> int:
     tensors = [*pair.twin.parameters(), *pair.twin.buffers(), *pair.batch.tensors]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-    return sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
+    storages = [local(t).untyped_storage() for t in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -6,6 +6,7 @@ our own draws from private generators.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,14 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def seed_of_rank(seed: int, rank: int) -> int:
+    """The seed of one of several processes: rank 0 has ``seed`` itself, so that models are made alike everywhere."""
+    if rank == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed},{rank}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
 
 
 def library_state() -> tuple[Any, ...]:

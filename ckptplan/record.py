@@ -132,6 +132,28 @@ class MemoryRecord:
 
 
 @dataclass(slots=True)
+class RankRecord:
+    """One process of the run; peaks are above what stands on it before a step."""
+
+    rank: int = 0
+    host: str | None = None
+    device: str | None = None
+    predicted_peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    prediction_error: float | None = None  # (predicted - measured) / measured
+    within_budget: bool | None = None
+
+
+@dataclass(slots=True)
+class EngineRecord:
+    kind: str = "single"
+    ranks: int = 1
+    gathered_weights_bytes: int | None = None  # FSDP2: the most weights and buffers of them at once, in the peak above
+    gradient_buckets_bytes: int | None = None  # DDP: its buckets, which are the gradients
+    per_rank: list[RankRecord] = field(default_factory=list)  # empty with one process
+
+
+@dataclass(slots=True)
 class StepTimes:
     mean: float | None = None
     p50: float | None = None
@@ -208,6 +230,7 @@ class RunResult:
     torch: str | None = None
     budget: BudgetRecord = field(default_factory=BudgetRecord)
     memory: MemoryRecord = field(default_factory=MemoryRecord)
+    engine: EngineRecord = field(default_factory=EngineRecord)
     latency: LatencyRecord = field(default_factory=LatencyRecord)
     gradients: GradientsRecord = field(default_factory=GradientsRecord)
     training: TrainingRecord = field(default_factory=TrainingRecord)

@@ -23,6 +23,7 @@ from torch import nn
 
 from ckptplan.apply import checkpointed
 from ckptplan.data import Batch
+from ckptplan.engine.parallel import Parallel
 from ckptplan.errors import InfeasibleTargetError
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import plan_checkpoints
@@ -119,7 +120,7 @@ class Recovery:
 
     def gradients(
         self,
-        model: nn.Module,
+        model: nn.Module | Parallel,
         window: list[Batch],
         settings: TrainSettings,
         scaler: torch.amp.GradScaler | None = None,

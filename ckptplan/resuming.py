@@ -19,6 +19,7 @@ from torch import nn
 from ckptplan.budget import PlannedRun
 from ckptplan.config import BUDGET_KEYS, RunConfig, StateConfig, config_error, shell_override
 from ckptplan.data import Batch
+from ckptplan.engine.ranks import Ranks
 from ckptplan.errors import (
     DamagedCheckpointError,
     FolderInUseError,
@@ -99,10 +100,12 @@ class Trained:
         return size if isinstance(size, int) else None
 
 
-def plan_made_for(config: RunConfig, batch: Batch, device_name: str) -> dict[str, Any]:
+def plan_made_for(config: RunConfig, batch: Batch, device_name: str, num_ranks: int = 1) -> dict[str, Any]:
     """Everything that a plan depends on; a run that goes on with other values is planned anew."""
     tensors = (batch.inputs, batch.targets)
+    engine = {"engine": f"{config.engine.kind} on {num_ranks} ranks"} if config.engine.kind != "single" else {}
     return {
+        **engine,
         "planner": asdict(config.planner),
         "budget": {key: getattr(config, key) for key in (*BUDGET_KEYS, "margin_frac", "cost")},
         "model": config.model,
@@ -132,11 +135,14 @@ class RunStates:
     A save that fails while training goes on costs a warning and a note; the next one is tried all the same.
     """
 
-    def __init__(self, folder: Path, config: StateConfig, record: StateRecord, notes: list[str]) -> None:
+    def __init__(
+        self, folder: Path, config: StateConfig, record: StateRecord, notes: list[str], ranks: Ranks | None = None
+    ) -> None:
         self.location = folder / STATE_FOLDER
         self.config, self.record, self.notes = config, record, notes
         self.is_on = config.mode != "off"
         self._folder = folder
+        self._ranks = ranks or Ranks()
         self._may_fall_back = False
         self._manager: CheckpointManager | None = None
         self._pending: Future | None = None
@@ -192,27 +198,29 @@ class RunStates:
         if resume is None:
             return None
         self._may_fall_back = resume == AUTO
-        self._claim()
-        wanted = Path(resume).name if Path(resume).parent.name == STATE_FOLDER else self.manager.latest()
+        wanted = self._ranks.from_first(lambda: self._claimed(resume))
         if wanted is None:
             log.info("resume=%s: no state to go on from; a new run begins", resume)
             return None
         return self._small_items(wanted)
 
-    def _claim(self) -> None:
+    def _claimed(self, resume: str) -> str | None:
+        """The name of the state that ``resume`` means, the folder taken for this run."""
         try:
             self.manager.claim()
         except (FolderInUseError, OSError) as error:
             raise config_error(
                 "resume", self._folder, str(error), remedy="the same command when it has ended"
             ) from error
+        return Path(resume).name if Path(resume).parent.name == STATE_FOLDER else self.manager.latest()
 
     def checked(self, stored: Stored) -> Stored:
         """``stored`` after reading all of it; an older state where it is damaged and ``resume="auto"`` allows that."""
-        faults = self.manager.verify(stored.checkpoint_id)
+        name = stored.checkpoint_id
+        faults = self._ranks.from_first(lambda: self.manager.verify(name))
         if not faults:
             return stored
-        return self._older(stored.checkpoint_id, faults, self.manager.next_good(stored.checkpoint_id))
+        return self._older(name, faults, self._ranks.from_first(lambda: self.manager.next_good(name)))
 
     def _small_items(self, checkpoint_id: str) -> Stored:
         where = self.location / checkpoint_id

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -32,6 +34,11 @@ from ckptplan.data.loading import CAN_HAVE_WORKERS
 from ckptplan.data.spec import explain_mismatch
 from ckptplan.discovery import find_blocks
 from ckptplan.dry_run import verify_plan
+from ckptplan.engine.parallel import Parallel, gradient_order, make_parallel, measured_under, sharding_of
+from ckptplan.engine.planning import plan_sharded, same_plan
+from ckptplan.engine.ranks import Ranks
+from ckptplan.engine.shares import SharedData
+from ckptplan.engine.worst import worst_profile
 from ckptplan.equality import RTOL_COMPILED, RTOL_FLOAT32, RTOL_HALF, mismatch_error
 from ckptplan.errors import (
     BlockDeclarationError,
@@ -40,20 +47,23 @@ from ckptplan.errors import (
     DryRunError,
     InfeasibleTargetError,
     PlanIncompatibleError,
+    RankFailedError,
     RunInterruptedError,
     StepMismatchError,
 )
 from ckptplan.optim import learning_rate_schedule
 from ckptplan.plan import CheckpointPlan, Compiled, CompiledModel, blocks_of
-from ckptplan.profiles import ChainProfile
+from ckptplan.profiles import ChainProfile, modules_of
 from ckptplan.proof import StepProof, is_out_of_memory, pair_of_model, prove_model
-from ckptplan.randomness import random_state_restored
+from ckptplan.randomness import random_state_restored, seed_everything, seed_of_rank
 from ckptplan.record import (
     BudgetRecord,
     CertificateRecord,
+    EngineRecord,
     ErrorRecord,
     LatencyRecord,
     PlanRecord,
+    RankRecord,
     RunRecorder,
     RunResult,
     TrainingRecord,
@@ -101,6 +111,7 @@ log = logging.getLogger(__name__)
 
 NOISY_SPREAD = 0.1  # standard deviation over median of step times, above which a note is written
 MOST_PREDICTION_ERROR = 0.01  # the promise: predicted and measured peak differ by at most 1 %
+MOST_ERROR_ON_RANKS = 0.02  # the same on each of several ranks, with what the engine holds
 
 
 def run_job(
@@ -110,6 +121,7 @@ def run_job(
     folder: Path,
     overrides: list[str],
     on_begin: Callable[[], None] = lambda: None,
+    ranks: Ranks | None = None,
 ) -> int:
     """Do everything a run does and return its exit code (docs/design.md, section 7).
 
@@ -118,19 +130,22 @@ def run_job(
         folder: a folder that exists; all files of the run go there. Empty, or that of the run to go on with.
         overrides: what was typed, for the record.
         on_begin: called once the configuration is known to describe a run, before anything is measured.
+        ranks: the processes that do it together, each of which calls this; rank 0 writes the files.
 
     Raises:
         ConfigError: the configuration does not describe a run.
         Exception: anything unexpected. Either way ``result.json`` says "failed" and why.
     """
+    ranks = ranks or Ranks()
     result = RunResult(
         name=config.name, config_hash=config_hash(resolved), planner=config.planner.name, seed=config.seed
     )
     result.budget = BudgetRecord(config.target.key, config.target.value)
     result.environment = {**environment(), "overrides": " ".join(overrides)}
+    result.engine = EngineRecord(config.engine.kind, ranks.size)
     logger = config.logger
     tracker = open_tracker(
-        logger.kind,  # type: ignore[arg-type]  # checked by load_config
+        logger.kind if ranks.is_first else "none",  # type: ignore[arg-type]  # checked by load_config
         folder,
         project=logger.project,
         mode=logger.mode,  # type: ignore[arg-type]  # checked by load_config
@@ -139,7 +154,11 @@ def run_job(
         job_type="plan" if config.plan_only else "train",
     )
     start_s = time.perf_counter()
-    with StopFlag() as stop, RunStates(folder, config.state, result.state, result.notes) as states:
+    with (
+        StopFlag() as stop,
+        RunStates(folder, config.state, result.state, result.notes, ranks) as states,
+        _own_folder(folder, ranks) as own_folder,
+    ):
         stored = states.find(config.resume)
         if stored is not None and stored.position.step >= config.steps:
             stored = states.checked(stored)
@@ -148,17 +167,65 @@ def run_job(
                 for change in _changes_since(stored, resolved):
                     log.info("without effect: %s", change)
                 return 0
-        with RunRecorder(folder) as recorder:
-            run = _Run(config, resolved, folder, overrides, result, recorder, tracker, stop, states, stored, on_begin)
+        with RunRecorder(own_folder) as recorder:
+            run = _Run(
+                config,
+                resolved,
+                own_folder,
+                overrides,
+                result,
+                recorder,
+                tracker,
+                stop,
+                states,
+                stored,
+                on_begin,
+                ranks,
+            )
             if stored is None:
                 run.accept()
             try:
-                with _ended(result, stop, states):
+                with _ended(result, stop, states, ranks):
                     run.all_stages()
             finally:
                 result.timing.total_s = time.perf_counter() - start_s
                 run.finish()
     return exit_code(result.status, stop.signal_number)
+
+
+@contextlib.contextmanager
+def _own_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
+    """Where this rank's records go: rank 0 writes those of the run, the others' are thrown away."""
+    if ranks.is_first:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix=f"ckptplan-rank{ranks.rank}-") as own:
+        yield Path(own)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run has before its blocks are measured.
+
+    Attributes:
+        gradient_order: names of the parameters in the order of their gradients; empty with one process.
+    """
+
+    runtime: Runtime
+    batch: Batch
+    selection: BlockSelection
+    make_optimizer: Any
+    trained: Trained
+    static: StaticBytes
+    schedule: Callable[[int], float]
+    settings: TrainSettings
+    engine: str
+    gradient_order: tuple[str, ...]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of the weights only."""
+        return self.engine == "fsdp2"
 
 
 def _changes_since(stored: Stored, resolved: dict[str, Any]) -> list[str]:
@@ -175,7 +242,7 @@ def is_finished(config: RunConfig, stored: Stored) -> bool:
 
 
 @contextlib.contextmanager
-def _ended(result: RunResult, stop: StopFlag, states: RunStates) -> Iterator[None]:
+def _ended(result: RunResult, stop: StopFlag, states: RunStates, ranks: Ranks) -> Iterator[None]:
     """Put into the result how the run ended; what is an answer goes no further, the rest is raised on."""
     try:
         yield
@@ -200,6 +267,11 @@ def _ended(result: RunResult, stop: StopFlag, states: RunStates) -> Iterator[Non
         result.status, result.error = "mismatch", ErrorRecord("GradientMismatch", str(error))
         log.error("nothing is trained: %s", error)
     except Exception as error:
+        earlier = ranks.note_error(error)
+        if earlier is not None:  # this rank only lost the one that failed
+            is_oom = earlier.type in ("OutOfMemoryError", "MemoryError")
+            result.status, result.error = "oom" if is_oom else "failed", earlier
+            raise RankFailedError(earlier.message) from error
         if is_out_of_memory(error):
             result.status, result.error = "oom", ErrorRecord(type(error).__name__, str(error).partition("\n")[0])
             log.error("%s", _out_of_memory_report(result))
@@ -238,9 +310,11 @@ class _Run:
     states: RunStates
     stored: Stored | None
     on_begin: Callable[[], None]
+    ranks: Ranks
 
     def __post_init__(self) -> None:
-        self.console = Console()
+        self.console = Console(quiet=not self.ranks.is_first)
+        self.agreed_stop = self.ranks.agreed(self.stop)
         self.is_started = self.is_accepted = False
 
     def accept(self) -> None:
@@ -260,8 +334,33 @@ class _Run:
             log.info("%d lines of metrics past step %d are now in metrics.discarded.jsonl", discarded, step)
 
     def all_stages(self) -> None:
+        made = self.ranks.together(self.prepare)
+        runtime, batch = made.runtime, made.batch
+        streams = None
+        if not made.is_sharded:  # a sharded model is filled when there are shards
+            streams = self.go_on(made.trained)
+        if self.ranks.is_first:
+            self.on_begin()
+        self.tracker.start(self.resolved, self.config.name or self.folder.name, self.config.logger.group)
+        self.is_started = True
+        made_for = plan_made_for(self.config, batch, runtime.device_name, self.ranks.size)
+        planned, profile = self.profile_and_plan(made, made_for)
+        certificate = self.ranks.together(lambda: self.certify_if_eager(made, planned.plan, profile))
+        if self.config.plan_only:
+            self.result.status = "ok" if planned.plan.feasible else "over_budget"
+            return
+        proof = self.prove(made, planned.plan)
+        if certificate is not None:
+            replace(certificate, measured_peak_bytes=proof.peak_bytes).save(self.folder / "certificate.json")
+        summary = self.train(made, planned, profile, made_for, streams)
+        self.result.status = self.final_status(planned.plan, summary)
+
+    def prepare(self) -> Prepared:
+        """Everything that stands before blocks are measured; told to the user where it does not fit together."""
         runtime = self.choose_runtime()
         data = self.build_data()
+        if self.ranks.size > 1:
+            data = SharedData(data, self.ranks)
         model = self.build_model(data, runtime)
         batch = to_device(next(iter(data.epoch_batches(0))), runtime.device)
         self.require_fit(model, batch, runtime)
@@ -269,38 +368,49 @@ class _Run:
         self.check_given_plan(selection)
         make_optimizer = instantiate(self.config.optimizer, "optimizer")
         optimizer = call_partial(make_optimizer, self.config.optimizer, "optimizer", model.parameters())
+        order: tuple[str, ...] = ()
+        if self.config.engine.kind != "single":
+            order = gradient_order(model, lambda twin: _loss_fn(runtime)(twin, batch), runtime.device)
         static = self.count_static_bytes(model, optimizer, batch)
-        schedule = self.schedule(optimizer)
         settings = self.settings(runtime)
         if self.config.data_workers:
-            data = replace(data, workers=self.config.data_workers)  # one batch to measure with needs none
+            workers = self.config.data_workers  # one batch to measure with needs none
+            data = data.with_workers(workers) if isinstance(data, SharedData) else replace(data, workers=workers)
         trained = Trained(model, optimizer, make_scaler(settings), data, runtime.device)
-        streams = self.go_on(trained)
-        self.on_begin()
-        self.tracker.start(self.resolved, self.config.name or self.folder.name, self.config.logger.group)
-        self.is_started = True
-        made_for = plan_made_for(self.config, batch, runtime.device_name)
-        stored_plan = None if self.stored is None else self.stored.planned(made_for)
-        profile = stored_profile(self.folder, stored_plan, selection, self.result)
-        if profile is None:  # the figures of the stored plan are not those of another measurement
-            stored_plan, profile = None, self.profile(model, selection, batch, runtime)
-        planned = self.plan(profile, static, stored_plan)
-        certificate = None
-        if planned.plan.compiled:
-            self.result.notes.append(
-                "no certificate and no trade-off curve: they compare eager plans, and blocks of this one run compiled"
-            )
-        else:
-            certificate = self.certify(model, planned.plan, profile, batch, runtime)
-        if self.config.plan_only:
-            self.result.status = "ok" if planned.plan.feasible else "over_budget"
-            return
-        proof = self.prove(model, planned.plan, profile, batch, runtime)
-        if certificate is not None:
-            replace(certificate, measured_peak_bytes=proof.peak_bytes).save(self.folder / "certificate.json")
-        self.states.begin(trained, stored_form(planned, made_for), self.resolved)
-        summary = self.train(trained, planned, profile, made_for, schedule, settings, streams)
-        self.result.status = self.final_status(planned.plan, summary)
+        return Prepared(
+            runtime=runtime,
+            batch=batch,
+            selection=selection,
+            make_optimizer=make_optimizer,
+            trained=trained,
+            static=static,
+            schedule=self.schedule(optimizer),
+            settings=settings,
+            engine=self.config.engine.kind,
+            gradient_order=order,
+        )
+
+    def profile_and_plan(self, made: Prepared, made_for: dict[str, Any]) -> tuple[PlannedRun, ChainProfile]:
+        """The plan of all ranks and the profile that its figures are from: what was stored, or measured now."""
+        stored = None if self.stored is None else self.stored.planned(made_for)
+        profile = self.ranks.from_first(lambda: stored_profile(self.folder, stored, made.selection, self.result))
+        if profile is not None and stored is not None and stored.plan.fingerprint == profile.fingerprint:
+            planned, plain = stored, profile
+        else:  # the figures of the stored plan are not those of another measurement
+            planned = None
+            measured = self.ranks.together(lambda: self.profile(made))
+            plain = worst_profile([ChainProfile.from_json(text) for text in self.ranks.gather(measured.to_json())])
+        found: list[ChainProfile] = []
+
+        def plan() -> PlannedRun:
+            made_now, used = self.plan(made, plain, planned)
+            found.append(used)
+            return made_now
+
+        agreed = same_plan(self.ranks, plan)
+        profile = self.ranks.gather(found[0] if found else plain)[0]
+        profile.save(self.folder / "profile.json")
+        return agreed, profile
 
     def go_on(self, trained: Trained) -> dict[str, Any] | None:
         """Take the stored state in; returns its random streams (None: a new run)."""
@@ -313,7 +423,10 @@ class _Run:
     # --- what is run ---
 
     def choose_runtime(self) -> Runtime:
-        runtime = choose_runtime(self.config.runtime, self.config.seed)
+        config = self.config.runtime
+        if self.ranks.size > 1 and config.device != "cpu" and torch.cuda.is_available():
+            config = replace(config, device=f"cuda:{self.ranks.local_rank}")
+        runtime = choose_runtime(config, self.config.seed)
         self.result.device, self.result.dtype = str(runtime.device), str(self.config.runtime.dtype)
         self.result.torch = torch.__version__
         self.result.environment["device"] = runtime.device_name
@@ -388,7 +501,8 @@ class _Run:
             raise config_error("planner.text", text, str(error)) from error
 
     def count_static_bytes(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> StaticBytes:
-        static = static_bytes(model, optimizer, batch)
+        num_shards = self.ranks.size if self.config.engine.kind == "fsdp2" else 1
+        static = static_bytes(model, optimizer, batch, num_shards)
         self.result.memory.weights_bytes = static.weights_bytes
         self.result.memory.gradients_bytes = static.gradients_bytes
         self.result.memory.optimizer_bytes = static.optimizer_bytes
@@ -396,20 +510,37 @@ class _Run:
 
     # --- measure, plan, prove ---
 
-    def profile(self, model: nn.Module, selection: BlockSelection, batch: Batch, runtime: Runtime) -> ChainProfile:
+    def profile(self, made: Prepared) -> ChainProfile:
         return profile_blocks_of_run(
-            self.config, self.result, self.folder, model, selection, batch, runtime, _loss_fn(runtime), self.stop.check
+            self.config,
+            self.result,
+            made.trained.model,
+            made.selection,
+            made.batch,
+            made.runtime,
+            _loss_fn(made.runtime),
+            self.stop.check,
         )
 
-    def plan(self, profile: ChainProfile, static: StaticBytes, stored: PlannedRun | None) -> PlannedRun:
+    def plan(self, made: Prepared, profile: ChainProfile, stored: PlannedRun | None) -> tuple[PlannedRun, ChainProfile]:
+        """The plan, and the profile that its figures are from: with what an engine holds beside activations."""
         start_s = time.perf_counter()
         target = self.config.target
         self.result.budget = BudgetRecord(kind=target.key, value=target.value)
         self.result.memory.no_checkpoint_predicted_peak_bytes = no_checkpoint_peak(profile)
-        if stored is not None and stored.plan.fingerprint == profile.fingerprint:
+
+        def make(seen: ChainProfile, reserve_bytes: int) -> PlannedRun:
+            device = torch.device(self.result.device or "cpu")
+            return plan_for_budget(seen, self.config, made.static, device, reserve_bytes)
+
+        if stored is not None:
             planned = stored
+        elif made.is_sharded:
+            names = dict.fromkeys(modules_of(profile.block_ids))
+            sharding = sharding_of(made.trained.model, list(names), made.gradient_order, self.ranks.size)
+            planned, profile = plan_sharded(profile, sharding, make)
         else:
-            planned = plan_for_budget(profile, self.config, static, torch.device(self.result.device or "cpu"))
+            planned = make(profile, 0)
         plan, memory = planned.plan, self.result.memory
         if planned.note is not None:
             log.warning("%s", planned.note)
@@ -435,16 +566,27 @@ class _Run:
         plan.save(self.folder / "plan.json")
         plan_table(profile, plan, self.console, planner=self.config.planner.name)
         self._track_plan(profile, plan, cost)
-        return planned
+        return planned, profile
 
-    def certify(
-        self, model: nn.Module, plan: CheckpointPlan, profile: ChainProfile, batch: Batch, runtime: Runtime
-    ) -> Certificate:
+    def certify_if_eager(self, made: Prepared, plan: CheckpointPlan, profile: ChainProfile) -> Certificate | None:
+        if not self.ranks.is_first:
+            return None
+        if plan.compiled:
+            self.result.notes.append(
+                "no certificate and no trade-off curve: they compare eager plans, and blocks of this one run compiled"
+            )
+            return None
+        return self.certify(made, plan, profile)
+
+    def certify(self, made: Prepared, plan: CheckpointPlan, profile: ChainProfile) -> Certificate:
         """How good the plan is, by solvers and by a dry run; and the whole trade-off that it is a point of."""
         certificate = certify(profile, plan)
+        batch, dtype = made.batch, made.runtime.autocast_dtype
         count = max(count_targets(batch), 1)  # a value, which a dry run has none of
         try:
-            found = verify_plan(model, plan, batch, lambda m, b: summed_loss(m, b, runtime.autocast_dtype) / count)
+            if made.is_sharded:
+                raise DryRunError("it would not see the weights that are gathered")
+            found = verify_plan(made.trained.model, plan, batch, lambda m, b: summed_loss(m, b, dtype) / count)
             certificate = replace(
                 certificate,
                 dry_run_peak_bytes=found.peak_bytes,
@@ -479,9 +621,8 @@ class _Run:
             points = [(point.peak_bytes / 2**20, float(point.cost)) for point in curve.points]
             self.tracker.curve("tradeoff", ("peak MiB", "added"), points)
 
-    def prove(
-        self, model: nn.Module, plan: CheckpointPlan, profile: ChainProfile, batch: Batch, runtime: Runtime
-    ) -> StepProof:
+    def prove(self, made: Prepared, plan: CheckpointPlan) -> StepProof:
+        model, batch, runtime = made.trained.model, made.batch, made.runtime
         log.info("proving the plan by real steps, with and without it ...")
         is_half = runtime.autocast_dtype is not None or runtime.parameter_dtype is not torch.float32
         rtol = RTOL_HALF if is_half else RTOL_COMPILED if plan.compiled else RTOL_FLOAT32
@@ -495,17 +636,20 @@ class _Run:
             time_steps=self.config.proof.latency_trials > 0,
             check_gradients=self.config.proof.check_gradients,
             rtol=rtol,
-            check_stop=self.stop.check,
+            check_stop=self.agreed_stop.check,
+            under=None if made.engine == "single" else measured_under(lambda twin: self.parallel(made, twin, plan)),
+            run_plain=self.plain_step_fits(made),
         )
         memory, latency = self.result.memory, self.result.latency
-        memory.measured_peak_bytes = proof.peak_bytes
+        peaks = self.peaks_of_ranks(proof, plan, runtime)
+        memory.measured_peak_bytes = max(peaks) if peaks else proof.peak_bytes
         memory.no_checkpoint_measured_peak_bytes = proof.no_checkpoint_peak_bytes
         memory.device_peak_bytes, memory.device_reserved_bytes = proof.device_peak_bytes, proof.device_reserved_bytes
-        if proof.peak_bytes and plan.predicted_peak_bytes is not None:
-            memory.prediction_error = (plan.predicted_peak_bytes - proof.peak_bytes) / proof.peak_bytes
-        budget_bytes = self.result.budget.bytes
-        if proof.peak_bytes is not None and budget_bytes is not None:
-            memory.within_budget = proof.peak_bytes <= budget_bytes
+        measured_bytes, budget_bytes = memory.measured_peak_bytes, self.result.budget.bytes
+        if measured_bytes and plan.predicted_peak_bytes is not None:
+            memory.prediction_error = (plan.predicted_peak_bytes - measured_bytes) / measured_bytes
+        if measured_bytes is not None and budget_bytes is not None:
+            memory.within_budget = measured_bytes <= budget_bytes
         latency.step_ms, latency.no_checkpoint_step_ms = (
             step_times(proof.step_ms),
             step_times(proof.no_checkpoint_step_ms),
@@ -515,10 +659,46 @@ class _Run:
         self.result.gradients = gradients_record(proof.gradients, proof.gradients_note)
         if proof.out_of_memory == "planned":
             raise torch.cuda.OutOfMemoryError("the planned step does not fit the device")
-        if proof.gradients is not None and not proof.gradients.passed:
-            pair = pair_of_model(model, plan, batch, _loss_fn(runtime), runtime.device)
-            raise mismatch_error(pair, plan, proof.gradients, rtol, 0.0)
+        self.ranks.together(lambda: self.require_equal_gradients(made, plan, proof, rtol))
         return proof
+
+    def require_equal_gradients(self, made: Prepared, plan: CheckpointPlan, proof: StepProof, rtol: float) -> None:
+        if proof.gradients is None or proof.gradients.passed:
+            return
+        if self.ranks.size > 1:  # to find the block takes steps, in which the others have no part
+            faults = proof.gradients.faults
+            message = (
+                f"rank {self.ranks.rank}: the planned step differs from the unplanned one: {'; '.join(faults[:5])}"
+            )
+            raise StepMismatchError(message, faults=faults)
+        model, runtime = made.trained.model, made.runtime
+        pair = pair_of_model(model, plan, made.batch, _loss_fn(runtime), runtime.device)
+        raise mismatch_error(pair, plan, proof.gradients, rtol, 0.0)
+
+    def parallel(self, made: Prepared, model: nn.Module, plan: CheckpointPlan) -> Parallel:
+        """``model`` under the engine of the run."""
+        unused = [name for name, p in model.named_parameters() if p.requires_grad and name not in made.gradient_order]
+        return make_parallel(made.engine, model, plan, self.ranks, unused)
+
+    def plain_step_fits(self, made: Prepared) -> bool:
+        """Whether the step without the plan is run: with several ranks it must not fail on one of them."""
+        if self.ranks.size == 1 or made.runtime.device.type != "cuda":
+            return True
+        needed_bytes = self.ranks.largest(self.result.memory.no_checkpoint_predicted_peak_bytes or 0)
+        free_bytes = -self.ranks.largest(-torch.cuda.mem_get_info(made.runtime.device)[0])
+        return needed_bytes * (1 + MOST_ERROR_ON_RANKS) + (made.static.total_bytes or 0) < free_bytes
+
+    def peaks_of_ranks(self, proof: StepProof, plan: CheckpointPlan, runtime: Runtime) -> list[int]:
+        """The measured peak of each rank, recorded with its prediction; none with one process."""
+        if self.ranks.size == 1:
+            return []
+        predicted, budget_bytes = plan.predicted_peak_bytes, plan.budget_bytes
+        found = self.ranks.gather((proof.peak_bytes, platform.node(), str(runtime.device)))
+        for rank, (measured, host, device) in enumerate(found):
+            error = (predicted - measured) / measured if measured and predicted is not None else None
+            fits = None if measured is None or budget_bytes is None else measured <= budget_bytes
+            self.result.engine.per_rank.append(RankRecord(rank, host, device, predicted, measured, error, fits))
+        return [measured for measured, _, _ in found if measured is not None]
 
     def _note_noise(self, latency: LatencyRecord) -> None:
         spreads = [t.std / t.p50 for t in (latency.step_ms, latency.no_checkpoint_step_ms) if t.std and t.p50]
@@ -555,38 +735,46 @@ class _Run:
 
     def train(
         self,
-        trained: Trained,
+        made: Prepared,
         planned: PlannedRun,
         profile: ChainProfile,
         made_for: dict[str, Any],
-        schedule: Callable[[int], float],
-        settings: TrainSettings,
         streams: dict[str, Any] | None,
     ) -> TrainSummary:
         start_s = time.perf_counter()
+        trained = made.trained
         recovery = Recovery(
             trained.model,
             planned.plan,
             lambda plan: tighter_plan(profile, plan),
             device=trained.device,
-            tries=self.config.oom_retries,
+            tries=self.config.oom_retries if self.ranks.size == 1 else 0,  # one of several ranks cannot step back
             on_taken=lambda plan: self.states.replan(stored_form(replace(planned, plan=plan), made_for)),
         )
+        parallel = self.parallel(made, trained.model, planned.plan)
+        if made.is_sharded:
+            parameters = trained.model.parameters()  # shards now
+            optimizer = call_partial(made.make_optimizer, self.config.optimizer, "optimizer", parameters)
+            trained = replace(trained, optimizer=optimizer)
+            streams = self.go_on(trained)
+        self.states.begin(trained, stored_form(planned, made_for), self.resolved)
         self.result.timing.apply_s = time.perf_counter() - start_s
         start = Position() if self.stored is None else self.stored.start(trained.batch_size)
         losses = [row["train/loss"] for row in load_metrics(self.folder) if row.get("train/loss") is not None]
+        if self.ranks.rank:
+            seed_everything(seed_of_rank(self.config.seed, self.ranks.rank))
         if streams is not None:  # last, so that nothing draws or seeds after it
             restore_random(streams, trained.device, self.result.notes)
         try:
             summary = train(
-                trained.model,
+                parallel,
                 trained.data,
                 trained.optimizer,
-                learning_rate_at=schedule,
-                settings=settings,
+                learning_rate_at=made.schedule,
+                settings=made.settings,
                 recorder=self.recorder,
                 tracker=self.tracker,
-                stop=self.stop,
+                stop=self.agreed_stop,
                 start=start,
                 earlier_losses=losses,
                 scaler=trained.scaler,
@@ -614,9 +802,12 @@ class _Run:
         if summary.ended == "interrupted":
             self.result.error = ErrorRecord("RunInterruptedError", f"ended after step {summary.steps}", summary.signal)
             return "interrupted"
-        if error is not None and abs(error) > MOST_PREDICTION_ERROR:
+        most = MOST_PREDICTION_ERROR if self.ranks.size == 1 else MOST_ERROR_ON_RANKS
+        errors = [error, *(record.prediction_error for record in self.result.engine.per_rank)]
+        worst = max((found for found in errors if found is not None), key=abs, default=None)
+        if worst is not None and abs(worst) > most:
             self.result.error = ErrorRecord(
-                "PredictionMismatch", f"predicted and measured peak differ by {error:+.2%}, more than 1 %"
+                "PredictionMismatch", f"predicted and measured peak differ by {worst:+.2%}, more than {most:.0%}"
             )
             return "mismatch"
         if not plan.feasible or self.result.memory.within_budget is False:
@@ -635,7 +826,9 @@ class _Run:
             self.tracker.summary(plain)
             self.tracker.finish(self.result.status)
         page = None
-        if self.config.report and not is_job_of_sweep(self.folder):  # a sweep writes one page for all its jobs
+        if (
+            self.config.report and self.ranks.is_first and not is_job_of_sweep(self.folder)
+        ):  # a sweep writes one page for all its jobs
             page = try_write_report(self.folder)
         if self.result.memory.predicted_peak_bytes is not None:
             files = {"run folder": str(self.folder), "result": str(path), "plan": str(self.folder / "plan.json")}

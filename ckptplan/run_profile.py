@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 def profile_blocks_of_run(
     config: RunConfig,
     result: RunResult,
-    folder: Path,
     model: nn.Module,
     selection: BlockSelection,
     batch: Batch,
@@ -42,7 +41,7 @@ def profile_blocks_of_run(
     loss_fn: LossFn,
     check_stop: Callable[[], None],
 ) -> ChainProfile:
-    """What the blocks of the run cost, written to ``profile.json``; fills ``result.profile`` and its time.
+    """What the blocks of the run cost on this rank; fills ``result.profile`` and its time.
 
     Raises ``ConfigError`` where the blocks cannot be profiled.
     """
@@ -64,6 +63,7 @@ def profile_blocks_of_run(
             compiled_budgets=budgets,
             compiled_model_budgets=model_budgets,
             check_stop=check_stop,
+            gradients_stand=config.engine.kind != "fsdp2",
         )
 
     try:
@@ -82,7 +82,6 @@ def profile_blocks_of_run(
             profile = _take_shared(shared, result)
     except (BlockDeclarationError, UnsupportedBoundaryError) as error:
         raise ConfigError(f"{error}\n  see blocks.paths in docs/configuration.md") from error
-    profile.save(folder / "profile.json")
     result.timing.profile_s = time.perf_counter() - start_s
     kinds = len({block.kind for block in profile})
     of_kinds = f"{kinds} kind" if kinds == 1 else f"{kinds} kinds"
@@ -120,6 +119,8 @@ def _profile_key(
         "dtype": str(config.runtime.dtype),
         "trials": [config.profile.num_warmup, config.profile.num_trials],
     }
+    if config.engine.kind == "fsdp2":
+        settings["gradients"] = "fresh"
     if compiled:
         settings["compiled_budgets"] = compiled
     return profile_key(model, (batch.inputs, batch.targets), settings, runtime.device_name)

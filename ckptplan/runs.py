@@ -279,3 +279,19 @@ def _name_of(folder: Path) -> str | None:
 def _hash_of(folder: Path) -> str | None:
     stored = _stored(folder)
     return config_hash(stored) if stored else None
+
+
+def point_latest_at(folder: Path, output_dir: Path) -> None:
+    """Make ``<output_dir>/latest`` point to ``folder``: a link, or a text file where links cannot be made."""
+    latest = output_dir.absolute() / "latest"
+    if not folder.is_relative_to(latest.parent):
+        return  # a run folder given by hand, somewhere else
+    aside = latest.with_name(f".latest-{os.getpid()}")
+    target = os.path.relpath(folder, latest.parent)
+    try:
+        aside.symlink_to(target, target_is_directory=True)
+    except OSError:
+        aside.write_text(target + "\n", encoding="utf-8")
+    with contextlib.suppress(OSError):  # a folder of that name is the user's own
+        aside.replace(latest)
+    aside.unlink(missing_ok=True)

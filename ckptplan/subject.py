@@ -129,11 +129,15 @@ class Subject:
         step: Callable[[nn.Module, Any], Any],
         device: torch.device,
         has_loss: bool,
+        gradients_stand: bool = True,
     ) -> Subject:
         twin, *modules = make_twin([model, *(b.module for b in blocks)])
-        for parameter in twin.parameters():  # gradients stand before the step, so they count nothing
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
+        if gradients_stand:
+            for parameter in twin.parameters():  # gradients stand before the step, so they count nothing
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+        else:
+            keep_fresh_gradients(twin)
         own_batch = private_batch(batch)
         return Subject(
             twin=twin,
@@ -169,6 +173,22 @@ class Subject:
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def keep_fresh_gradients(twin: nn.Module) -> None:
+    """Gradients come anew in each backward, stay to its end and go: as those of a gathered FSDP2 unit do."""
+    held: list[torch.Tensor] = []
+
+    def take(parameter: torch.Tensor) -> None:
+        if not held:
+            torch.autograd.Variable._execution_engine.queue_callback(held.clear)
+        assert parameter.grad is not None
+        held.append(parameter.grad)
+        parameter.grad = None
+
+    for parameter in twin.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(take)
 
 
 def private_batch(batch: Any) -> Any:

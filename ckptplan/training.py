@@ -4,6 +4,7 @@ One optimizer step is one *window* of ``accumulate`` micro-batches. Windows neve
 shorter window of an epoch is applied like any other. The loss of a window is the sum of its cross entropies
 divided by the number of its targets that are not to be ignored, so gradients equal those of the whole window
 in one batch however unevenly the targets are spread. A window without any such target gives zero gradients.
+With several ranks all this is over all of them: each has its share of every micro-batch.
 
 Steps are counted from 1. The learning rate is a function of the step alone, the position in the data is counted in
 samples (``Position``), and evaluation, logging and saving restore or never touch the random streams, so none of them
@@ -28,12 +29,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ckptplan.data import IGNORE_INDEX, Batch
+from ckptplan.engine.parallel import Parallel, alone
+from ckptplan.engine.shares import num_samples
 from ckptplan.errors import ConfigError, NonFiniteError
 from ckptplan.optim import set_learning_rate
 from ckptplan.randomness import random_state_restored
 from ckptplan.record import RunRecorder
 from ckptplan.stopping import StopFlag
 from ckptplan.tracking import Tracker
+from ckptplan.trees import whole
 from ckptplan.units import format_seconds
 
 log = logging.getLogger(__name__)
@@ -189,28 +193,39 @@ def to_device(batch: Batch, device: torch.device | str) -> Batch:
 
 
 def accumulate_gradients(
-    model: nn.Module, window: list[Batch], settings: TrainSettings, scaler: torch.amp.GradScaler | None = None
+    model: nn.Module | Parallel,
+    window: list[Batch],
+    settings: TrainSettings,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> float | None:
     """Add the gradients of the window's mean loss to the parameters; returns that loss (None: no targets).
 
     The divisor is known before the first backward, from the targets alone, so each micro-batch's graph is
     freed before the next one is built: the peak does not depend on their number.
     """
-    count = sum(count_targets(batch) for batch in window)
-    losses = [_backward(model, batch, max(count, 1), settings, scaler) for batch in window]
-    return float(torch.stack(losses).sum()) if count else None
+    parallel = model if isinstance(model, Parallel) else alone(model)
+    ranks = parallel.ranks
+    (count,) = ranks.sums(sum(count_targets(batch) for batch in window))
+    losses = []
+    for position, batch in enumerate(window):
+        with parallel.accumulating(is_last=position == len(window) - 1):
+            losses.append(_backward(parallel, batch, max(count, 1), settings, scaler))
+    (loss,) = ranks.sums(float(torch.stack(losses).sum()))
+    return loss if count else None
 
 
 def _backward(
-    model: nn.Module, batch: Batch, divisor: int, settings: TrainSettings, scaler: torch.amp.GradScaler | None
+    parallel: Parallel, batch: Batch, divisor: float, settings: TrainSettings, scaler: torch.amp.GradScaler | None
 ) -> Tensor:
-    loss_sum, _ = micro_batch_loss(model, to_device(batch, settings.device), settings.autocast_dtype)
+    """The loss of this rank's part. The engines average gradients over ranks, so it is scaled to make that a sum."""
+    loss_sum, _ = micro_batch_loss(parallel.module, to_device(batch, settings.device), settings.autocast_dtype)
     loss = loss_sum / divisor
-    torch.autograd.backward(scaler.scale(loss) if scaler else loss)
+    scaled = loss * parallel.ranks.size if parallel.ranks.size > 1 else loss
+    torch.autograd.backward(scaler.scale(scaled) if scaler else scaled)
     return loss.detach()
 
 
-GradientsOf = Callable[[nn.Module, list[Batch], TrainSettings, torch.amp.GradScaler | None], float | None]
+GradientsOf = Callable[[nn.Module | Parallel, list[Batch], TrainSettings, torch.amp.GradScaler | None], float | None]
 
 
 # --- evaluation ---
@@ -229,18 +244,21 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def evaluate(
-    model: nn.Module, data: TrainingData, settings: TrainSettings, stop: Callable[[], bool] = lambda: False
+    model: nn.Module | Parallel, data: TrainingData, settings: TrainSettings, stop: Callable[[], bool] = lambda: False
 ) -> float | None:
     """Mean loss over all targets of ``data.eval_batches()``; None if there are none or ``stop`` cut it short."""
+    parallel = model if isinstance(model, Parallel) else alone(model)
+    module = parallel.module
     total, count = 0.0, 0
-    with random_state_restored(torch.device(settings.device)), evaluation_mode(model), torch.no_grad():
+    with random_state_restored(torch.device(settings.device)), evaluation_mode(module), torch.no_grad():
         for batch in data.eval_batches():
             if stop():
                 return None
-            loss_sum, batch_count = micro_batch_loss(model, to_device(batch, settings.device), settings.autocast_dtype)
+            loss_sum, batch_count = micro_batch_loss(module, to_device(batch, settings.device), settings.autocast_dtype)
             total += float(loss_sum)
             count += batch_count
-    return total / count if count else None
+    sum_of_all, count_of_all = parallel.ranks.sums(total, count)
+    return sum_of_all / count_of_all if count_of_all else None
 
 
 # --- one step, and all of them ---
@@ -255,7 +273,7 @@ class _Step:
 
 
 def _optimizer_step(
-    model: nn.Module,
+    model: Parallel,
     window: list[Batch],
     optimizer: torch.optim.Optimizer,
     settings: TrainSettings,
@@ -272,7 +290,8 @@ def _optimizer_step(
         scaler.step(optimizer) if scaler else optimizer.step()
     if scaler:
         scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=not model.keeps_gradients)
+    model.share_buffers()
     # With a scaler, overflowing gradients of a finite loss are how it finds its scale, until the scale is gone.
     backed_off = scaler is not None and loss_is_finite and not is_finite and scaler.get_scale() >= 1.0
     return _Step(loss, grad_norm, is_finite, backed_off)
@@ -282,8 +301,8 @@ def _clip(optimizer: torch.optim.Optimizer, clip_norm: float | None) -> float:
     """The gradients' 2-norm over all parameters, before clipping."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if clip_norm is None:
-        return float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-    return float(nn.utils.clip_grad_norm_(parameters, clip_norm))
+        return float(whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])))
+    return float(whole(nn.utils.clip_grad_norm_(parameters, clip_norm)))
 
 
 def windows(
@@ -335,7 +354,7 @@ def windows_per_epoch(data: TrainingData, accumulate: int) -> int:
 
 
 def train(
-    model: nn.Module,
+    model: nn.Module | Parallel,
     data: TrainingData,
     optimizer: torch.optim.Optimizer,
     *,
@@ -353,6 +372,8 @@ def train(
 ) -> TrainSummary:
     """Train until ``settings.steps``, or until ``stop`` is set, which ends it after the step in hand.
 
+    With several ranks each calls this with its share of the data; ``stop`` then has to be one that they agree on.
+
     A training that goes on is given where it stood (``start``), the losses of its earlier steps for the summary, and
     its ``scaler`` (default: a new one where fp16 needs it). ``after_step`` is called after each step and its
     evaluation, with ``train/loss`` and, where evaluated, ``eval/loss``. ``gradients_of`` computes a step's gradients:
@@ -362,12 +383,13 @@ def train(
     gradients. Such an update is left out (its step is counted, so data and schedule go on), said once in the
     log and counted. A model that keeps statistics in its forward (BatchNorm) has seen the bad batch all the same.
     """
-    run = _Run(model, data, optimizer, learning_rate_at, settings, recorder, tracker, stop or StopFlag())
+    parallel = model if isinstance(model, Parallel) else alone(model)
+    run = _Run(parallel, data, optimizer, learning_rate_at, settings, recorder, tracker, stop or StopFlag())
     run.scaler = scaler or make_scaler(settings)
     run.gradients_of = gradients_of
     run.start_at(start, earlier_losses)
-    if not model.training:  # else leave the flags alone: a user may have frozen single modules with eval()
-        model.train()
+    if not parallel.module.training:  # else leave the flags alone: a user may have frozen single modules with eval()
+        parallel.module.train()
     optimizer.zero_grad(set_to_none=True)
     if start.evaluation_is_due:
         run.evaluate()
@@ -396,7 +418,7 @@ class _Run:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Parallel,
         data: TrainingData,
         optimizer: torch.optim.Optimizer,
         learning_rate_at: Callable[[int], float],
@@ -470,13 +492,17 @@ class _Run:
 
     def _count(self, window: list[Batch], step_s: float, done: _Step) -> None:
         self.train_s += step_s
-        samples = sum(len(batch.targets) for batch in window)
+        sums = self.model.ranks.sums(
+            sum(num_samples(batch) for batch in window),
+            sum(batch.targets.numel() for batch in window if num_samples(batch)),
+        )
+        samples, tokens = map(int, sums)
         self.samples += samples
         self.samples_in_epoch += samples
         if self.batches_in_epoch is not None:
             self.batches_in_epoch += len(window)
         self.last_loss = done.loss if done.loss is not None and math.isfinite(done.loss) else None
-        self.tokens += sum(batch.targets.numel() for batch in window)
+        self.tokens += tokens
         if done.loss is not None and math.isfinite(done.loss):
             self.losses.append(done.loss)
         if done.was_applied:

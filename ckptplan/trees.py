@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import hashlib
 import inspect
+import math
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -179,3 +180,25 @@ def array_hash(array: Any) -> str:
         is_plain = not array.dtype.hasobject and array.size <= MOST_HASHED
         values = hashlib.sha256(array.tobytes()).hexdigest()[:16] if is_plain else f"@{id(array)}"
     return f"{array.dtype}{tuple(array.shape)}{values}"
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor; another tensor is itself."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The value over all ranks of a sharded or partial tensor; another tensor is itself."""
+    full = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else full()
+
+
+def sharded_shape(tensor: torch.Tensor, num_ranks: int) -> tuple[int, ...]:
+    """The largest part of a tensor that ``fully_shard`` cuts along its first dimension; padding makes all so large."""
+    return (-(-tensor.shape[0] // num_ranks), *tensor.shape[1:]) if tensor.dim() else ()
+
+
+def sharded_bytes(tensor: torch.Tensor, num_ranks: int) -> int:
+    """Bytes of ``sharded_shape``."""
+    return math.prod(sharded_shape(tensor, num_ranks)) * tensor.element_size()

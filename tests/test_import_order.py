@@ -17,7 +17,7 @@ PACKAGE = Path(ckptplan.__file__).parent
 # Every file, from the ground up; "planners" is planners/__init__.py.
 ORDER = """
 errors units processes console config record graph options
-randomness runtime optim trees fakes wrappers blocks memory compiling recompute replay twin subject profiles selective
+randomness runtime trees optim fakes wrappers blocks memory compiling recompute replay twin subject profiles selective
 stages
 signatures operators larger_inputs
 trace discovery observe kinds choices compiled_choices compiled_model regions tied assembly skeleton flow measure
@@ -28,11 +28,13 @@ curve explanation certificate
 validate apply dry_run proof equality benchmark budget autofit batch_size
 data.spec data.checks data.order data data.loading data.dataset data.digits data.images data.text data.tokens
 models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models.hf models
-profile_cache other_trackers tracking stopping training recovery runs resuming jobs sweep_table sweep_tracking
+profile_cache other_trackers tracking stopping launched
+engine engine.ranks engine.shares engine.worst engine.gathered engine.parallel engine.planning
+training recovery runs resuming jobs sweep_table sweep_tracking
 dashboards sweeps cluster
 report report.tables report.records report.steps report.figures report.vega report.tradeoff report.charts
 report.page report.export report.text report.__main__
-run_records run_profile run cli __main__
+telling run_records run_profile run engine.launch cli engine.worker __main__
 """.split()
 
 # What plans, checks and reports without a model at hand.
@@ -42,6 +44,7 @@ planners.tables planners.heuristic planners.fixed planners.flat planners.options
 planners.nested planners.milp planners.compiled planners.budgets planners.reasons curve explanation certificate
 data.spec runs jobs sweep_table sweeps cluster report report.tables report.records report.steps report.figures
 report.vega report.tradeoff report.charts report.page report.export report.text report.__main__ cli
+engine engine.worst engine.gathered launched telling
 """.split()
 
 
