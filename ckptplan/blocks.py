@@ -201,7 +201,13 @@ def hooks_between(earlier: nn.Module, later: nn.Module) -> bool:
     """Whether hooks look at what one block hands to the next, or change it: within a segment they would not see it."""
     on_earlier = earlier._forward_hooks, earlier._backward_hooks, earlier._backward_pre_hooks
     on_later = later._forward_pre_hooks, later._backward_hooks, later._backward_pre_hooks
-    return any(on_earlier) or any(on_later)
+    hooks = [hook for registered in (*on_earlier, *on_later) for hook in registered.values()]
+    return not all(map(_is_of_fully_shard, hooks))
+
+
+def _is_of_fully_shard(hook: Any) -> bool:
+    """Whether FSDP2 has put it there: it gathers the segment as a whole, and hands through what it is given."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def takes_keyword(module: nn.Module, name: str) -> bool:

@@ -24,11 +24,11 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def seed_of_rank(seed: int, rank: int) -> int:
-    """The seed of one of several processes: rank 0 has ``seed`` itself, so that models are made alike everywhere."""
-    if rank == 0:
+def seed_of_rank(seed: int, rank: int, step: int = 0) -> int:
+    """The seed of one of several processes from a step on; that of rank 0 and step 0 is ``seed`` itself."""
+    if rank == 0 and step == 0:
         return seed
-    digest = hashlib.blake2b(f"{seed},{rank}".encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(f"{seed},{rank},{step}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
 
 

@@ -146,8 +146,8 @@ class RankRecord:
 
 @dataclass(slots=True)
 class EngineRecord:
-    kind: str = "single"
-    ranks: int = 1
+    kind: str | None = None
+    ranks: int | None = None
     gathered_weights_bytes: int | None = None  # FSDP2: the most weights and buffers of them at once, in the peak above
     gradient_buckets_bytes: int | None = None  # DDP: its buckets, which are the gradients
     per_rank: list[RankRecord] = field(default_factory=list)  # empty with one process

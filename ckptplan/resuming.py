@@ -33,7 +33,7 @@ from ckptplan.plan import CheckpointPlan
 from ckptplan.randomness import put_back_streams, streams_to_save
 from ckptplan.record import StateRecord
 from ckptplan.runs import AUTO, STATE_FOLDER, describe_changes
-from ckptplan.state import CheckpointManager, Future
+from ckptplan.state import CheckpointManager, Future, ItemSpec, OptimizerByName
 from ckptplan.training import Position
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class Stored:
         batch_size: samples of a micro-batch when it was saved; None: the data set does not say.
         plan: the plan in JSON, its budget, and ``made_for``: what it was made for.
         config: the resolved configuration of the run then.
+        num_ranks: processes that trained then.
     """
 
     checkpoint_id: str
@@ -57,6 +58,7 @@ class Stored:
     batch_size: int | None
     plan: dict[str, Any]
     config: dict[str, Any]
+    num_ranks: int = 1
 
     def start(self, batch_size: int | None) -> Position:
         """Where training goes on, counted in micro-batches of ``batch_size`` samples where that is exact."""
@@ -85,13 +87,19 @@ class Stored:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a state holds of the training itself."""
+    """What a state holds of the training itself; ``is_sharded``: each rank holds a part of model and optimizer."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
     data: Any
     device: torch.device
+    is_sharded: bool = False
+
+    @property
+    def optimizer_item(self) -> Any:
+        """The optimizer as it is saved: of shards by the names of parameters, for any number of ranks."""
+        return OptimizerByName(self.model, self.optimizer) if self.is_sharded else self.optimizer
 
     @property
     def batch_size(self) -> int | None:
@@ -160,6 +168,7 @@ class RunStates:
             self._manager = CheckpointManager(
                 self.location,
                 mode="async" if is_background else "sync",
+                items={"random": ItemSpec(scope="per_rank")} if self._ranks.size > 1 else {},
                 keep_last=config.keep_last,
                 keep_best=best if config.keep_best and config.keep_last else None,
             )
@@ -227,8 +236,8 @@ class RunStates:
         try:
             items = self.manager.load(checkpoint_id, into=dict.fromkeys(_SMALL_ITEMS))
             position = dict(items["position"])
-            batch_size = position.pop("batch_size")
-            return Stored(checkpoint_id, Position(**position), batch_size, items["plan"], items["config"])
+            batch_size, num_ranks = position.pop("batch_size"), position.pop("num_ranks", 1)
+            return Stored(checkpoint_id, Position(**position), batch_size, items["plan"], items["config"], num_ranks)
         except DamagedCheckpointError as error:
             return self._older(checkpoint_id, error.faults, error.next_good)
         except (StateError, KeyError, TypeError) as error:
@@ -252,7 +261,13 @@ class RunStates:
         Returns the state that was taken (an older one where it is damaged) and the random streams, for
         ``restore_random``. Raises ``ConfigError`` that lists everything in which model or optimizer differ.
         """
-        into: dict[str, Any] = {"model": trained.model, "optimizer": trained.optimizer, "random": None}
+        into: dict[str, Any] = {"model": trained.model, "optimizer": trained.optimizer_item, "random": None}
+        if stored.num_ranks != self._ranks.size:
+            del into["random"]
+            self.notes.append(
+                f"saved on {stored.num_ranks} ranks, gone on with on {self._ranks.size}: the random streams start "
+                "anew, from seed, rank and step"
+            )
         if trained.scaler is not None:
             if "scaler" in self._items_of(stored):
                 into["scaler"] = trained.scaler
@@ -276,7 +291,7 @@ class RunStates:
             group.update({key: given[key] for key in changed if key in given and key not in ("params", "lr")})
         self.record.resumed_from, self.record.resumed_step = str(where), stored.position.step
         self.record.path, self.record.step = str(where), stored.position.step
-        return stored, loaded["random"]
+        return stored, loaded.get("random")
 
     def _items_of(self, stored: Stored) -> tuple[str, ...]:
         return next(info.items for info in self.manager.list() if info.checkpoint_id == stored.checkpoint_id)
@@ -286,14 +301,16 @@ class RunStates:
     def begin(self, trained: Trained, plan: dict[str, Any], resolved: dict[str, Any]) -> None:
         """What the states of this run hold from now on; before it nothing is saved."""
 
+        optimizer_item = trained.optimizer_item
+
         def contents(position: Position) -> dict[str, Any]:
             scaler = {} if trained.scaler is None else {"scaler": trained.scaler}
             return {
                 "model": trained.model,
-                "optimizer": trained.optimizer,
+                "optimizer": optimizer_item,
                 **scaler,
                 "random": streams_to_save(trained.device),
-                "position": {**asdict(position), "batch_size": trained.batch_size},
+                "position": {**asdict(position), "batch_size": trained.batch_size, "num_ranks": self._ranks.size},
                 "plan": self._plan,
                 "config": resolved,
             }

@@ -34,7 +34,14 @@ from ckptplan.data.loading import CAN_HAVE_WORKERS
 from ckptplan.data.spec import explain_mismatch
 from ckptplan.discovery import find_blocks
 from ckptplan.dry_run import verify_plan
-from ckptplan.engine.parallel import Parallel, gradient_order, make_parallel, measured_under, sharding_of
+from ckptplan.engine.parallel import (
+    Parallel,
+    gradient_order,
+    make_parallel,
+    measured_under,
+    sharding_of,
+    sharding_units,
+)
 from ckptplan.engine.planning import plan_sharded, same_plan
 from ckptplan.engine.ranks import Ranks
 from ckptplan.engine.shares import SharedData
@@ -506,6 +513,8 @@ class _Run:
         self.result.memory.weights_bytes = static.weights_bytes
         self.result.memory.gradients_bytes = static.gradients_bytes
         self.result.memory.optimizer_bytes = static.optimizer_bytes
+        if self.config.engine.kind == "ddp":
+            self.result.engine.gradient_buckets_bytes = static.gradients_bytes
         return static
 
     # --- measure, plan, prove ---
@@ -539,6 +548,8 @@ class _Run:
             names = dict.fromkeys(modules_of(profile.block_ids))
             sharding = sharding_of(made.trained.model, list(names), made.gradient_order, self.ranks.size)
             planned, profile = plan_sharded(profile, sharding, make)
+            units = sharding_units(planned.plan)
+            self.result.engine.gathered_weights_bytes = sharding.most_gathered_bytes(units)
         else:
             planned = make(profile, 0)
         plan, memory = planned.plan, self.result.memory
@@ -755,14 +766,14 @@ class _Run:
         if made.is_sharded:
             parameters = trained.model.parameters()  # shards now
             optimizer = call_partial(made.make_optimizer, self.config.optimizer, "optimizer", parameters)
-            trained = replace(trained, optimizer=optimizer)
+            trained = replace(trained, optimizer=optimizer, is_sharded=True)
             streams = self.go_on(trained)
         self.states.begin(trained, stored_form(planned, made_for), self.resolved)
         self.result.timing.apply_s = time.perf_counter() - start_s
         start = Position() if self.stored is None else self.stored.start(trained.batch_size)
         losses = [row["train/loss"] for row in load_metrics(self.folder) if row.get("train/loss") is not None]
-        if self.ranks.rank:
-            seed_everything(seed_of_rank(self.config.seed, self.ranks.rank))
+        if self.ranks.rank or (self.stored is not None and streams is None):
+            seed_everything(seed_of_rank(self.config.seed, self.ranks.rank, start.step))
         if streams is not None:  # last, so that nothing draws or seeds after it
             restore_random(streams, trained.device, self.result.notes)
         try:

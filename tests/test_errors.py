@@ -85,6 +85,13 @@ def ends_by_signal(_: Path) -> None:
     stop.check()
 
 
+def other_rank_fails(_: Path) -> None:
+    from ckptplan.engine.ranks import Ranks, as_seen_elsewhere
+
+    assert Ranks().together(lambda: 1) == 1
+    raise as_seen_elsewhere(ValueError("the data ended early"), rank=1)
+
+
 def unknown_key(_: Path) -> None:
     from hydra import compose, initialize_config_dir
 
@@ -241,6 +248,7 @@ EXAMPLES: dict[str, Callable[[Path], object]] = {
     "UnsupportedPlanVersionError": edited_version,
     "PlannerScaleError": beyond_scale,
     "NonFiniteError": diverges,
+    "RankFailedError": other_rank_fails,
     "RunInterruptedError": ends_by_signal,
     "StateError": closed,
     "UnsaveableValueError": no_form,

@@ -27,7 +27,7 @@ from ckptplan.record import (
 # The keys of section 7 of the design, written out a second time on purpose.
 DESIGN_KEYS = {
     "": "schema status error config_hash name planner profile plan certificate model data device dtype seed torch "
-    "budget memory latency gradients training state timing environment notes",
+    "budget memory engine latency gradients training state timing environment notes",
     "profile": "source file measured_s",
     "plan": "text digest solve_s kept recomputed selective compiled optimality_gap",
     "certificate": "cost cost_kind lower_bound flat_lower_bound gap cross_check dry_run_peak_bytes operator "
@@ -36,6 +36,7 @@ DESIGN_KEYS = {
     "memory": "no_checkpoint_predicted_peak_bytes no_checkpoint_measured_peak_bytes predicted_peak_bytes "
     "measured_peak_bytes prediction_error within_budget smallest_reachable_bytes peak_at weights_bytes gradients_bytes "
     "optimizer_bytes device_peak_bytes device_reserved_bytes",
+    "engine": "kind ranks gathered_weights_bytes gradient_buckets_bytes per_rank",
     "latency": "step_ms no_checkpoint_step_ms overhead_ratio predicted_overhead_ratio recompute_flops_ratio",
     "gradients": "checked reference max_abs_diff max_rel_diff bitwise_equal passed",
     "training": "steps first_loss last_loss samples_per_s tokens_per_s oom_recoveries",
@@ -60,7 +61,13 @@ def test_a_result_has_exactly_the_keys_of_the_design() -> None:
 def test_an_unknown_figure_is_null_and_never_zero() -> None:
     flat = flatten(RunResult().to_dict())
     known = {key: value for key, value in flat.items() if value is not None}
-    assert known == {"schema": "ckptplan.result/1", "status": "failed", "gradients/checked": False, "notes": []}
+    assert known == {
+        "schema": "ckptplan.result/1",
+        "status": "failed",
+        "gradients/checked": False,
+        "engine/per_rank": [],
+        "notes": [],
+    }
 
 
 def test_a_result_comes_back_as_written(tmp_path: Path) -> None:

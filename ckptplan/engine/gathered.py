@@ -52,6 +52,12 @@ class Sharding:
     root: UnitBytes
     root_gradients_before: Mapping[str, int]
 
+    def most_gathered_bytes(self, units: Sequence[Sequence[str]]) -> int:
+        """The most that weights and the buffers they are gathered into take at once: in a forward."""
+        own = [self.of_unit(unit).weights_bytes for unit in units]
+        pairs = zip([self.root.weights_bytes, *own], own, strict=False)
+        return self.root.weights_bytes + max((earlier + 2 * now for earlier, now in pairs), default=0)
+
     def of_unit(self, names: Sequence[str]) -> UnitBytes:
         """The bytes of blocks that are gathered together."""
         return sum((self.of_module[name] for name in names), UnitBytes())
@@ -68,10 +74,11 @@ class _Around:
     root_gradients_bytes: int
     later_gradients_bytes: int
     is_first_of_unit: bool
+    gathered_earlier_bytes: int
 
     def forward(self, peak_bytes: int) -> int:
         gathered = 2 * self.own.weights_bytes
-        return max(peak_bytes, self.before.weights_bytes) + gathered + self.root.weights_bytes
+        return max(peak_bytes, self.gathered_earlier_bytes) + gathered + self.root.weights_bytes
 
     def backward(self, peak_bytes: int, incoming_bytes: int, outgoing_bytes: int) -> int:
         """``incoming_bytes``: alive when the weights are gathered; ``outgoing_bytes``: when gradients are scattered."""
@@ -112,6 +119,7 @@ def with_gathered(profile: ChainProfile, sharding: Sharding, units: Sequence[Seq
             root_gradients_bytes=sharding.root_gradients_before.get(names[order], 0),
             later_gradients_bytes=sum(sharding.of_module[name].gradients_bytes for name in later),
             is_first_of_unit=order == members[0],
+            gathered_earlier_bytes=(bytes_of[number - 1] if number else sharding.root).weights_bytes,
         )
         blocks.append(_block(profile, order, block, around))
     return replace(

@@ -23,7 +23,7 @@ from ckptplan.randomness import random_state_restored
 from ckptplan.trees import sharded_bytes
 from ckptplan.twin import make_twin
 
-_GLOO_LETS_GO_S = 0.003
+_GLOO_LETS_GO_S = 0.005
 
 
 @dataclass
@@ -126,7 +126,7 @@ def measured_under(make: Callable[[nn.Module], Parallel]) -> Engine:
     """The engine that ``make`` puts a twin under, for the proof of a plan."""
     if "nccl" in dist.get_backend():
         return Engine(lambda twin: make(twin).module)
-    return Engine(lambda twin: make(twin).module, settled=_threads_of_gloo_waited_for, peak_trials=3)
+    return Engine(lambda twin: make(twin).module, settled=_threads_of_gloo_waited_for, peak_trials=5)
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class Ranks:
             value = stage()
         except Exception as raised:
             error = raised
-        failed = self.gather(None if error is None else _portable(error, self.rank))
+        failed = self.gather(None if error is None else as_seen_elsewhere(error, self.rank))
         first = next((number for number, found in enumerate(failed) if found is not None), None)
         if first is None:
             return value
@@ -135,7 +135,7 @@ class AgreedStop(StopFlag):
         super().check()
 
 
-def _portable(error: Exception, rank: int) -> Exception:
+def as_seen_elsewhere(error: Exception, rank: int) -> Exception:
     """``error`` as the other ranks raise it: itself where it is one of ours, else its name and text."""
     if isinstance(error, (CkptplanError, torch.cuda.OutOfMemoryError)):
         with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):  # some cannot be made again
