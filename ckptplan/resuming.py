@@ -254,12 +254,12 @@ class RunStates:
         self.notes.append(f"went on from {good}, because {damaged} is damaged: {faults[0]}")
         return self._small_items(good)
 
-    def restore(self, stored: Stored, trained: Trained, config: RunConfig) -> tuple[Stored, dict[str, Any]]:
+    def restore(self, stored: Stored, trained: Trained, config: RunConfig) -> tuple[Stored, dict[str, Any] | None]:
         """Put the state into the live objects, all or nothing.
 
         Arguments of the optimizer that were changed since the state was saved are those of now.
         Returns the state that was taken (an older one where it is damaged) and the random streams, for
-        ``restore_random``. Raises ``ConfigError`` that lists everything in which model or optimizer differ.
+        ``restore_random`` (None where another number of ranks saved it). Raises ``ConfigError`` that lists everything in which model or optimizer differ.
         """
         into: dict[str, Any] = {"model": trained.model, "optimizer": trained.optimizer_item, "random": None}
         if stored.num_ranks != self._ranks.size:

@@ -93,6 +93,9 @@ def start_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_logging:
     stub = types.ModuleType("ckptplan.run")
     stub.run_job = lambda *_, **__: 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ckptplan.run", stub)
+    ranks = types.ModuleType("ckptplan.engine.launch")
+    ranks.run_on_ranks = lambda *_: 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ckptplan.engine.launch", ranks)
     monkeypatch.setattr(sweeps, "run_jobs", lambda jobs, *_, **__: len(jobs))
     for number, name in enumerate((None, "first", "a=b, {c}")):  # earlier runs of the reader's, for resume=
         folder = tmp_path / "outputs" / f"run{number}"

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from dataclasses import asdict, dataclass, replace
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _JOB, _SEEN = "ckptplan/job", "ckptplan/seen"
 _SEEN_WITHIN_S = 30.0
+_HANDLED_BY_AGENT = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"))
 _STARTED_WITHIN = datetime.timedelta(minutes=30)  # between the first and the last rank of a job
 
 
@@ -111,6 +113,7 @@ def _start(job: RankJob, num_ranks: int) -> int:
         )
         failures: list[tuple[int, int, str]] = []
         number = None
+        handlers = {signal_number: signal.getsignal(signal_number) for signal_number in _HANDLED_BY_AGENT}
         try:
             elastic_launch(agent, sys.executable)("-m", "ckptplan.engine.worker", str(path))
         except ChildFailedError as error:
@@ -120,6 +123,9 @@ def _start(job: RankJob, num_ranks: int) -> int:
             number = int(error.sigval)
         finally:
             os.environ.pop(LAUNCHER_VARIABLE, None)
+            if threading.current_thread() is threading.main_thread():
+                for signal_number, handler in handlers.items():  # the agent leaves its own there
+                    signal.signal(signal_number, handler)
         written = Path(job.exit_code_path or "")
         if written.is_file():
             return int(written.read_text())
