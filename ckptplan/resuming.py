@@ -259,7 +259,8 @@ class RunStates:
 
         Arguments of the optimizer that were changed since the state was saved are those of now.
         Returns the state that was taken (an older one where it is damaged) and the random streams, for
-        ``restore_random`` (None where another number of ranks saved it). Raises ``ConfigError`` that lists everything in which model or optimizer differ.
+        ``restore_random`` (None where another number of ranks saved it). Raises ``ConfigError`` that lists everything
+        in which model or optimizer differ.
         """
         into: dict[str, Any] = {"model": trained.model, "optimizer": trained.optimizer_item, "random": None}
         if stored.num_ranks != self._ranks.size:
