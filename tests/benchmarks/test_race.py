@@ -14,17 +14,17 @@ import torch
 
 from tests.benchmarks.race.__main__ import main
 from tests.benchmarks.race.eager import every_kth, no_checkpointing
-from tests.benchmarks.race.judging import BY_FLOPS, BY_TIME, best_within, is_won, judge, our_curve_faults
+from tests.benchmarks.race.judging import BY_FLOPS, BY_TIME, best_within, champions, is_won, judge, our_curve_faults
 from tests.benchmarks.race.measuring import flop_counter, measure
 from tests.benchmarks.race.report import markdown
-from tests.benchmarks.race.running import Settings, race
+from tests.benchmarks.race.running import Settings, merged, race
 from tests.benchmarks.race.subjects import QUICK, make_subject
 from tests.tracker import LiveBytes
 
 
 @pytest.mark.parametrize("name", list(QUICK))
 def test_no_rival_is_cheaper_within_any_budget_and_ours_do_as_predicted(name: str) -> None:
-    record = race(name, Settings(budgets=(0.85, 0.6, 0.4), rounds=0, leagues=("eager",)))
+    record = race(name, Settings(budgets=(0.85, 0.6, 0.4), rounds=0))
     verdict = record["verdict"]
     assert is_won(verdict), json.dumps(verdict, indent=1)
     assert verdict["worst_prediction_error"] <= 0.01
@@ -151,13 +151,57 @@ def test_the_command_writes_what_it_prints_and_its_exit_code_tells(
     assert table in capsys.readouterr().out
     assert table == markdown(whole)
     assert whole["machine"]["torch"] == torch.__version__
-    part = tmp_path / "race-gpt-quick.json"
+    part = tmp_path / "race-gpt-quick-eager.json"
     broken = json.loads(part.read_text())
-    broken["record"]["verdict"]["violations"] = ["one"]
+    ours = next(c for c in broken["record"]["configurations"] if c["rival"] == BY_FLOPS)
+    ours["gradients_bitwise_equal"] = False
     part.write_text(json.dumps(broken))
     assert main([*arguments, "--resume"]) == 1
+    assert main([*arguments, "--merge"]) == 1
+    assert main([*arguments, "--afresh"]) == 0
     assert main([*arguments, "--resume", "--budgets", "0.8"]) == 0  # of other settings: run again
-    assert "runs again" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "runs again" in told
+    again = told.partition("runs again")[2]
+    assert "ckptplan optimal" in again
+    assert "every block" not in again  # its figures are taken from the part that was there
+
+
+def _compiled(rival: str, peak: int, asked: int | None = None, **changed: Any) -> dict[str, Any]:
+    return _configuration(rival, peak, 0, asked) | {"league": "compiled", "flops": None, **changed}
+
+
+def test_parts_of_two_leagues_are_one_record_that_is_judged_anew(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    eager = _record(_configuration(BY_TIME, 450, 110, asked=500)) | {"race_s": 2.0}
+    eager["budgets"][0]["is_timed"] = False
+    ours = _compiled("ckptplan compile", 450, asked=500, time=_time(1.0))
+    compiled = _record(ours, _compiled("r", 440, time=_time(0.5))) | {"race_s": 3.0}
+    whole = merged([eager, compiled])
+    assert [c["league"] for c in whole["configurations"]] == ["eager", "compiled", "compiled"]
+    assert (whole["race_s"], whole["budgets"][0]["is_timed"]) == (5.0, True)
+    lost = "50%: r r 440 (smaller, too), 0.500 against 1.000 of ckptplan compile 450"
+    assert whole["verdict"]["lost_compiled"] == [lost]
+    compiled["budgets"][0]["bytes"] = 501
+    with pytest.raises(ValueError, match="differ in their budgets"):
+        merged([eager, compiled])
+    assert main(["--merge", "--out", str(tmp_path)]) == 2
+    assert "holds no parts of gpt12" in capsys.readouterr().err
+
+
+def test_only_what_may_win_at_a_timed_budget_is_timed() -> None:
+    record = _record(
+        _configuration("r", 490, 130),
+        _configuration("r", 480, 120),
+        _configuration(BY_TIME, 450, 110, asked=500),
+        _configuration(BY_FLOPS, 450, 110, asked=500),
+        _compiled("c", 501),
+        _compiled("c", 400),
+        _compiled("ckptplan compile", 300, asked=300),
+    )
+    assert champions(record, "eager") == [1, 2]
+    assert champions(record, "compiled") == [5]
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,18 @@
 
     pip install -e '.[dev,race]'
     python -m pip install --no-deps --target FOLDER ckptplan==0.1.0rc1
-    python -m tests.benchmarks.race --predecessor FOLDER --out docs
+    python -m tests.benchmarks.race --predecessor FOLDER
 
-``--no-time`` leaves the times out (FLOPs, bytes and gradients do not depend on what else the machine does).
-Each model's record is written when it is done; ``--resume`` takes those that the folder holds. Exits with 1 where
-a rival won anywhere, a budget was overstepped, a peak mispredicted, or a gradient differed.
+All of it takes two hours; it can be run in parts, each model in each league being one:
+
+    python -m tests.benchmarks.race --predecessor FOLDER --no-time                        # bytes, FLOPs, gradients
+    python -m tests.benchmarks.race --predecessor FOLDER --models gpt12 --leagues eager   # and the times of one part
+    python -m tests.benchmarks.race --merge                                               # one table of all parts
+
+Each part is written to the folder when it is done. ``--resume`` takes those of the same settings as they are. What does
+not depend on what else the machine does (bytes, FLOPs, gradients) is taken from a part of the same machine and versions
+that is there already, unless ``--afresh``. Times need a machine that does nothing else. Exits with 1 where a rival won
+anywhere, a budget was overstepped, a peak mispredicted, or a gradient differed.
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ import torch
 
 from tests.benchmarks.race import report
 from tests.benchmarks.race.judging import is_won
-from tests.benchmarks.race.running import Settings, race
+from tests.benchmarks.race.running import Settings, merged, race
 from tests.benchmarks.race.subjects import MODELS, QUICK, SEED
 
 BUDGETS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -39,22 +46,12 @@ def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     start_s = time.perf_counter()
     options.out.mkdir(parents=True, exist_ok=True)
-    settings = Settings(
-        budgets=tuple(options.budgets),
-        rounds=0 if options.no_time else options.rounds,
-        leagues=tuple(options.leagues),
-        timed=tuple(options.timed),
-        predecessor=options.predecessor,
-    )
-    whole = {
-        "schema": "ckptplan.race/1",
-        "command": _command(options),
-        "seed": SEED,
-        "settings": _as_data(settings),
-        "machine": _machine(),
-        "models": [_record(name, settings, options) for name in options.models],
-    }
-    whole["race_s"] = sum(record["race_s"] for record in whole["models"])
+    parts = [_part(name, league, options) for name in options.models for league in options.leagues]
+    parts = [part for part in parts if part is not None]
+    if not parts:
+        print(f"{options.out} holds no parts of {', '.join(options.models)} to merge", file=sys.stderr)
+        return 2
+    whole = _whole(parts)
     (options.out / "race.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     table = report.markdown(whole)
     (options.out / "race.md").write_text(table, encoding="utf-8")
@@ -67,6 +64,23 @@ def main(arguments: list[str]) -> int:
     return 0 if all(is_won(record["verdict"]) for record in whole["models"]) else 1
 
 
+def _whole(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The parts' records, those of a model as one; all that made them."""
+    by_model: dict[str, list[dict[str, Any]]] = {}
+    for part in parts:
+        by_model.setdefault(part["record"]["model"], []).append(part["record"])
+    rounds = {part["settings"]["rounds"] for part in parts} - {0}
+    return {
+        "schema": "ckptplan.race/2",
+        "commands": list(dict.fromkeys(part["command"] for part in parts)),
+        "seed": SEED,
+        "rounds": min(rounds, default=0),
+        "machine": parts[0]["machine"],
+        "models": [merged(records) for records in by_model.values()],
+        "race_s": sum(part["record"]["race_s"] for part in parts),
+    }
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks.race",
@@ -76,13 +90,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     known = [*MODELS, *QUICK]
     parser.add_argument("--models", nargs="+", choices=known, default=None, help=f"default: {', '.join(MODELS)}")
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS, help="shares of the unplanned peak")
-    parser.add_argument("--timed", nargs="*", type=float, default=TIMED, help="budgets at which eager steps are timed")
+    parser.add_argument("--timed", nargs="*", type=float, default=TIMED, help="budgets at which steps are timed")
     parser.add_argument("--leagues", nargs="+", choices=("eager", "compiled"), default=("eager", "compiled"))
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"steps timed of each kind (default {ROUNDS})")
     parser.add_argument("--no-time", action="store_true", help="leave the times out")
     parser.add_argument("--quick", action="store_true", help="small models, eager, no times: under a minute")
     parser.add_argument("--predecessor", type=Path, help="the folder into which ckptplan==0.1.0rc1 was installed")
-    parser.add_argument("--resume", action="store_true", help="take the records of models that are there already")
+    parser.add_argument("--resume", action="store_true", help="take the parts of the same settings that are there")
+    parser.add_argument("--afresh", action="store_true", help="measure bytes, FLOPs and gradients again, too")
+    parser.add_argument("--merge", action="store_true", help="run nothing: one table of all parts that are there")
     parser.add_argument("--out", type=Path, default=Path("outputs/race"), help="default: outputs/race")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -104,7 +120,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _command(options: argparse.Namespace) -> str:
     """What made the tables, without the names of this machine's folders."""
     words = ["python -m tests.benchmarks.race", "--models", *options.models, "--leagues", *options.leagues]
-    words += ["--no-time"] if options.no_time else ["--rounds", str(options.rounds)]
+    words += (
+        ["--no-time"] if options.no_time else ["--timed", *map(str, options.timed), "--rounds", str(options.rounds)]
+    )
     return " ".join([*words, *(["--predecessor FOLDER"] if options.predecessor else [])])
 
 
@@ -113,18 +131,30 @@ def _as_data(settings: Settings) -> dict[str, Any]:
     return json.loads(json.dumps(data))
 
 
-def _record(name: str, settings: Settings, options: argparse.Namespace) -> dict[str, Any]:
-    """The model's race, run now, or taken from the folder if it was run there with the same settings."""
-    path = options.out / f"race-{name}.json"
-    wanted = {"settings": _as_data(settings), "machine": _machine()}
-    if options.resume and path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if {key: found[key] for key in wanted} == wanted:
-            return found["record"]
+def _part(name: str, league: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """A model's race in one league: run now, or taken from the folder; None where there is none to be merged."""
+    path = options.out / f"race-{name}-{league}.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if options.merge:
+        return found
+    settings = Settings(
+        budgets=tuple(options.budgets),
+        rounds=0 if options.no_time else options.rounds,
+        league=league,
+        timed=tuple(options.timed),
+        predecessor=options.predecessor if league == "eager" else None,
+    )
+    made = {"settings": _as_data(settings), "machine": _machine()}
+    if options.resume and found is not None:
+        if {key: found[key] for key in made} == made:
+            return found
         _say(f"{path} is of other settings or another machine: {name} runs again")
-    record = race(name, settings, _say)
-    path.write_text(json.dumps({**wanted, "record": record}, indent=1) + "\n", encoding="utf-8")
-    return record
+    is_same = found is not None and found["machine"] == made["machine"] and not options.afresh
+    known = found["record"]["configurations"] if found is not None and is_same else ()
+    record = race(name, settings, _say, known)
+    part = {**made, "command": _command(options), "record": record}
+    path.write_text(json.dumps(part, indent=1) + "\n", encoding="utf-8")
+    return part
 
 
 def _say(line: str) -> None:

@@ -115,16 +115,13 @@ def sequential(subject: Subject) -> Iterator[Entrant]:
 # Ours ----------------------------------------------------------------------------------------------------------------
 
 
-def ours(
-    subject: Subject, profile: ChainProfile, budgets_bytes: Sequence[int], costs: Sequence[str]
-) -> Iterator[Entrant]:
-    """A plan for every planner, kind of cost and budget; none where there is none."""
+def ours(subject: Subject, profile: ChainProfile, budgets_bytes: Sequence[int], cost: str) -> Iterator[Entrant]:
+    """A plan for every planner and budget; none where there is none."""
     for planner in OURS:
-        for cost in costs:
-            for budget_bytes in budgets_bytes:
-                entrant = ours_for(subject, profile, planner, cost, budget_bytes)
-                if entrant is not None:
-                    yield entrant
+        for budget_bytes in budgets_bytes:
+            entrant = ours_for(subject, profile, planner, cost, budget_bytes)
+            if entrant is not None:
+                yield entrant
 
 
 def ours_for(subject: Subject, profile: ChainProfile, planner: str, cost: str, budget_bytes: int) -> Entrant | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.benchmarks.race.eager import our_name
@@ -36,24 +37,29 @@ def _order(configuration: Record) -> tuple[float, int]:
     if configuration["flops"] is not None:
         return configuration["flops"], configuration["peak_bytes"]
     time = configuration["time"]
-    return (time["minimum_s"] if time else 0.0), configuration["peak_bytes"]
+    return (time["minimum_s"] if time else math.inf), configuration["peak_bytes"]
 
 
 def rivals(record: Record, league: str) -> list[str]:
     return list(dict.fromkeys(c["rival"] for c in record["configurations"] if c["league"] == league))
 
 
-def champions(record: Record) -> list[int]:
-    """The configurations to time: the best of each eager rival within each timed budget, and every compiled one."""
-    found = {n for n, c in enumerate(record["configurations"]) if c["league"] == "compiled"}
-    for budget in record["budgets"]:
-        if not budget["is_timed"]:
-            continue
-        for rival in rivals(record, "eager"):
-            number = best_within(record, "eager", rival, budget["bytes"])
-            if number is not None:
-                found.add(number)
-    return sorted(found)
+def champions(record: Record, league: str) -> list[int]:
+    """The configurations to time: the best of each eager rival within each timed budget, every compiled one in any.
+
+    Our plans by FLOPs are none of them: they are not made to be fast.
+    """
+    timed = [budget["bytes"] for budget in record["budgets"] if budget["is_timed"]]
+    if league == "compiled":
+        return [
+            number
+            for number, c in enumerate(record["configurations"])
+            if c["league"] == league
+            and any(c["peak_bytes"] <= size and (not c["asked_bytes"] or size in c["asked_bytes"]) for size in timed)
+        ]
+    names = [rival for rival in rivals(record, league) if not (rival.startswith(OURS) and rival.endswith("=flops"))]
+    found = {best_within(record, league, rival, size) for rival in names for size in timed}
+    return sorted(number for number in found if number is not None)
 
 
 def our_curve_faults(record: Record, our_added_flops: Callable[[int], int | None]) -> list[str]:
@@ -76,12 +82,13 @@ def our_curve_faults(record: Record, our_added_flops: Callable[[int], int | None
 def judge(record: Record) -> Record:
     """What was lost and what was broken, each as a sentence; empty lists are what we want."""
     ours = [c for c in record["configurations"] if c["rival"].startswith(OURS)]
+    timed = [budget for budget in record["budgets"] if budget["is_timed"]]
     errors = [abs(c["predicted_peak_bytes"] / c["peak_bytes"] - 1) for c in ours]
     return {
-        "lost_by_flops": _lost(record, "eager", BY_FLOPS, _fewer_flops),
-        "lost_by_time": _lost(record, "eager", BY_TIME, _faster),
+        "lost_by_flops": _lost(record, "eager", BY_FLOPS, _fewer_flops, record["budgets"]),
+        "lost_by_time": _lost(record, "eager", BY_TIME, _faster, timed),
         "slower_than_dp": _slower_than_dp(record),
-        "lost_compiled": _lost(record, "compiled", OUR_COMPILED, _faster),
+        "lost_compiled": _lost(record, "compiled", OUR_COMPILED, _faster, timed),
         "below_our_curve": record["below_our_curve"],
         "violations": [
             f"{c['rival']} {c['plan']}: {c['peak_bytes']} bytes, budget {min(c['asked_bytes'])}"
@@ -127,7 +134,7 @@ def _faster(rival: Record, our: Record) -> bool:
     return rival["time"]["minimum_s"] * (1 + slack) < our["time"]["minimum_s"]
 
 
-def _lost(record: Record, league: str, our_rival: str, is_cheaper: Cheaper) -> list[str]:
+def _lost(record: Record, league: str, our_rival: str, is_cheaper: Cheaper, budgets: Sequence[Record]) -> list[str]:
     """Budgets at which a rival keeps to the budget at less cost than ours, or at all where ours has no plan.
 
     Stricter than "smaller and cheaper": whoever fits and is cheaper has won.
@@ -135,7 +142,7 @@ def _lost(record: Record, league: str, our_rival: str, is_cheaper: Cheaper) -> l
     if our_rival not in rivals(record, league):
         return []
     lost = []
-    for budget in record["budgets"]:
+    for budget in budgets:
         number = best_within(record, league, our_rival, budget["bytes"])
         our = None if number is None else record["configurations"][number]
         for rival in rivals(record, league):
@@ -145,8 +152,18 @@ def _lost(record: Record, league: str, our_rival: str, is_cheaper: Cheaper) -> l
             found = record["configurations"][number]
             if our is None or is_cheaper(found, our):
                 smaller = our is not None and found["peak_bytes"] <= our["peak_bytes"]
-                lost.append(f"{budget['name']}: {rival} {found['plan']}{' (smaller, too)' if smaller else ''}")
+                lost.append(
+                    f"{budget['name']}: {rival} {found['plan']}{' (smaller, too)' if smaller else ''}"
+                    f"{_by_how_much(found, our)}"
+                )
     return lost
+
+
+def _by_how_much(rival: Record, our: Record | None) -> str:
+    if our is None or rival["time"] is None or our["time"] is None:
+        return ""
+    ours, theirs = our["time"], rival["time"]
+    return f", {theirs['ratio']:.3f} against {ours['ratio']:.3f} of {our['plan']}"
 
 
 def _slower_than_dp(record: Record) -> list[str]:

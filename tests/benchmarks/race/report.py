@@ -29,16 +29,25 @@ def markdown(report: Record) -> str:
     lines = [
         "# The race",
         "",
-        f"`{report['command']}`, {report['race_s'] / 60:.1f} minutes on {machine['processor']} "
-        f"({machine['cores']} cores, one thread used), torch {machine['torch']}, Python {machine['python']}, "
+        f"{', '.join(f'`{command}`' for command in report['commands'])}: {report['race_s'] / 60:.0f} minutes on "
+        f"{machine['processor']} (one thread), torch {machine['torch']}, Python {machine['python']}, "
         f"seed {report['seed']}.",
+        "",
+        "To repeat it (all of it two hours, or in parts: `python -m tests.benchmarks.race --help`):",
+        "",
+        "```bash",
+        "pip install -e '.[dev,race]'",
+        "python -m pip install --no-deps --target FOLDER ckptplan==0.1.0rc1",
+        "python -m tests.benchmarks.race --predecessor FOLDER",
+        "```",
         "",
         "Peaks are bytes above what stands before a step (weights, gradients, batch), by the events of the CPU "
         "allocator. Each rival is shown with its cheapest configuration whose measured peak keeps to the budget, "
         "whatever budget it was made for; of ours, the plan made for this budget. FLOPs and time are shares of the "
         "eager step without checkpointing: exact counts, and the minimum of "
-        f"{report['settings']['rounds']} interleaved steps with (median - minimum) / minimum as its spread. "
-        "The compiled league is timed only: a compiler shows no operators to count.",
+        f"{report['rounds']} interleaved steps (processor time) with (median - minimum) / minimum as its spread. "
+        "The compiled league is timed only: a compiler shows no operators to count. Only what may win is timed: "
+        "each rival's best within a timed budget, and of ours what was planned by time.",
         "",
         "## Verdict",
         "",

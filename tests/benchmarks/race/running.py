@@ -1,9 +1,9 @@
-"""One model's race: every configuration of every rival measured, and what came of it as plain data for JSON."""
+"""One model's race in one league: every configuration measured, and what came of it as plain data for JSON."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,65 +39,128 @@ class Settings:
 
     Attributes:
         budgets: shares of the unplanned peak.
-        timed: those of them at which the eager league is timed, beside the first budget below full checkpointing.
+        timed: those of them at which steps are timed, beside the first budget below full checkpointing.
         rounds: of the interleaved times; 0: no times.
-        leagues: "eager", "compiled".
+        league: "eager" or "compiled".
         predecessor: the folder that holds the predecessor's package, or None.
     """
 
     budgets: tuple[float, ...]
     rounds: int
-    leagues: tuple[str, ...]
+    league: str = "eager"
     timed: tuple[float, ...] = ()
     predecessor: Path | None = None
 
 
-def race(name: str, settings: Settings, say: Callable[[str], None] = lambda line: None) -> Record:
-    """Run one model's race. Steps are those of one thread; weights, batch and gradients stand before each."""
+Key = tuple[str, str]  # a rival, its plan
+
+
+def race(
+    name: str,
+    settings: Settings,
+    say: Callable[[str], None] = lambda line: None,
+    known: Sequence[Record] = (),
+) -> Record:
+    """Run one model's race in one league. Steps are of one thread; weights, batch and gradients stand before each.
+
+    ``known``: configurations of an earlier race of the model in this league, whose bytes, FLOPs and gradients are taken
+    from there instead of measured again.
+    """
     start_s = time.perf_counter()
     torch.set_num_threads(1)
     subject = make_subject(name)
-    costs = ("flops", "time") if settings.rounds else ("flops",)
-    trials = {"num_warmup": 1, "num_trials": 5} if settings.rounds else {"num_warmup": 0, "num_trials": 1}
-    profile = profile_model(subject.model, None, subject.batch, loss_of, selective=True, **trials)
-    profile_s = time.perf_counter() - start_s
-    say(f"{name}: {len(profile)} blocks profiled in {profile_s:.1f} s")
     plain = measure(subject.step, subject.model, is_eager=True)
     full = measure(next(eager.every_kth(subject)).step, subject.model, is_eager=True)
     budgets = _budgets(settings, plain.peak_bytes, full.peak_bytes)
-    budgets_bytes = [budget["bytes"] for budget in budgets]
-
     absent: dict[str, str] = {}
-    entrants: list[tuple[str, Subject, Entrant]] = []
-    if "eager" in settings.leagues:
-        found = [entrant for rival in eager.WITHOUT_BUDGET for entrant in rival(subject)]
-        found += eager.ours(subject, profile, budgets_bytes, costs)
-        found += _others(subject, profile, budgets_bytes, settings.predecessor, absent)
-        entrants += [("eager", subject, entrant) for entrant in found]
-    if "compiled" in settings.leagues:
-        compiled.allow_many_graphs()
-        other = make_subject(name)  # the same model once more: compiling leaves marks on its modules
-        entrants += [("compiled", other, entrant) for rival in compiled.RIVALS for entrant in rival(other)]
-        own = make_subject(name)
-        entrants += [("compiled", own, entrant) for entrant in compiled.ours(own, budgets_bytes)]
-
-    configurations, steps = _measured(entrants, plain, say)
+    enter = _eager if settings.league == "eager" else _compiled
+    entered = enter(subject, budgets, settings, absent, say)
+    configurations, steps = _measured(settings.league, entered, plain, {(c["rival"], c["plan"]): c for c in known}, say)
     record: Record = {
         "model": name,
-        "blocks": len(profile),
+        "blocks": len(subject.blocks),
         "parameters": sum(p.numel() for p in subject.model.parameters()),
-        "profile_s": profile_s,
+        "profile_s": entered.profile_s,
         "no_checkpointing": {"peak_bytes": plain.peak_bytes, "kept_bytes": plain.kept_bytes, "flops": plain.flops},
         "budgets": budgets,
         "not_installed": absent,
         "configurations": configurations,
     }
     if settings.rounds:
-        _add_times(record, steps, subject.step, settings.rounds, say)
-    record["below_our_curve"] = our_curve_faults(record, lambda peak_bytes: _our_flops(profile, peak_bytes))
+        _add_times(record, settings.league, steps, subject.step, settings.rounds, say)
+    record["below_our_curve"] = our_curve_faults(record, lambda peak_bytes: _our_flops(entered.profile, peak_bytes))
     record["verdict"] = judge(record)
     record["race_s"] = time.perf_counter() - start_s
     return record
+
+
+def merged(parts: Sequence[Record]) -> Record:
+    """The races of one model in several leagues as one record."""
+    first = parts[0]
+    for part in parts[1:]:
+        for key in ("model", "budgets"):
+            names = [
+                [(b["name"], b["bytes"]) for b in p["budgets"]] if key == "budgets" else p[key] for p in (first, part)
+            ]
+            if names[0] != names[1]:
+                raise ValueError(f"parts of {first['model']} differ in their {key}: {names[0]} and {names[1]}")
+    record = {**first, "configurations": [c for part in parts for c in part["configurations"]]}
+    record["not_installed"] = {rival: why for part in parts for rival, why in part["not_installed"].items()}
+    record["race_s"] = sum(part["race_s"] for part in parts)
+    record["below_our_curve"] = [fault for part in parts for fault in part["below_our_curve"]]
+    record["budgets"] = [
+        {**budgets[0], "is_timed": any(budget["is_timed"] for budget in budgets)}
+        for budgets in zip(*(part["budgets"] for part in parts), strict=True)
+    ]
+    times = next((t for part in parts if (t := part["no_checkpointing"].get("time"))), None)
+    record["no_checkpointing"] = first["no_checkpointing"] | ({} if times is None else {"time": times})
+    record["verdict"] = judge(record)
+    return record
+
+
+# Who runs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Entered:
+    """The entrants, each with the model that its step runs; our profile for plans by FLOPs."""
+
+    entrants: list[tuple[Subject, Entrant]]
+    profile: ChainProfile | None
+    profile_s: float
+
+
+def _eager(
+    subject: Subject, budgets: Sequence[Record], settings: Settings, absent: dict[str, str], say: Callable[[str], None]
+) -> _Entered:
+    start_s = time.perf_counter()
+    trials = {"num_warmup": 1, "num_trials": 5} if settings.rounds else {"num_warmup": 0, "num_trials": 1}
+    profile = profile_model(subject.model, None, subject.batch, loss_of, selective=True, **trials)
+    profile_s = time.perf_counter() - start_s
+    say(f"{subject.name}: {len(profile)} blocks profiled in {profile_s:.1f} s")
+    budgets_bytes = [budget["bytes"] for budget in budgets]
+    found = [entrant for rival in eager.WITHOUT_BUDGET for entrant in rival(subject)]
+    found += eager.ours(subject, profile, budgets_bytes, "flops")
+    if settings.rounds:
+        timed = [budget["bytes"] for budget in budgets if budget["is_timed"]]
+        found += eager.ours(subject, profile, timed, "time")
+    found += _others(subject, profile, budgets_bytes, settings.predecessor, absent)
+    return _Entered([(subject, entrant) for entrant in found], profile, profile_s)
+
+
+def _compiled(
+    subject: Subject, budgets: Sequence[Record], settings: Settings, absent: dict[str, str], say: Callable[[str], None]
+) -> _Entered:
+    compiled.allow_many_graphs()
+    other, own = make_subject(subject.name), make_subject(subject.name)  # compiling leaves marks on a model's modules
+    entrants = [(other, entrant) for rival in compiled.RIVALS for entrant in rival(other)]
+    start_s = time.perf_counter()
+    profile = compiled.our_profile(own)
+    profile_s = time.perf_counter() - start_s
+    say(f"{subject.name}: {len(profile)} blocks compiled and profiled in {profile_s:.1f} s")
+    timed = [budget["bytes"] for budget in budgets if budget["is_timed"] or not settings.rounds]
+    entrants += [(own, entrant) for entrant in compiled.ours(own, profile, timed)]
+    return _Entered(entrants, None, profile_s)
 
 
 def _budgets(settings: Settings, plain_bytes: int, full_bytes: int) -> list[Record]:
@@ -129,7 +192,8 @@ def _others(
         absent[TORCH_MILP] = "not installed (pulp, pwlf)"
 
 
-def _our_flops(profile: ChainProfile, budget_bytes: int) -> int | None:
+def _our_flops(profile: ChainProfile | None, budget_bytes: int) -> int | None:
+    assert profile is not None  # only eager configurations have FLOPs
     plan = eager.plan_for(profile, "optimal", "flops", budget_bytes)
     return None if plan is None or plan.predicted_cost is None else int(plan.predicted_cost)
 
@@ -138,24 +202,26 @@ def _our_flops(profile: ChainProfile, budget_bytes: int) -> int | None:
 
 
 def _measured(
-    entrants: Iterable[tuple[str, Subject, Entrant]], plain: StepFigures, say: Callable[[str], None]
+    league: str, entered: _Entered, plain: StepFigures, known: Mapping[Key, Record], say: Callable[[str], None]
 ) -> tuple[list[Record], list[Step]]:
     """Each distinct configuration once, with all the budgets that it was made for; and how to run it."""
-    configurations: dict[tuple[str, str, str], Record] = {}
-    measured: dict[tuple[str, str, str], tuple[Step, StepFigures]] = {}
+    configurations: dict[Key, Record] = {}
+    measured: dict[Key, tuple[Step, Record]] = {}
     steps: list[Step] = []
-    for league, subject, entrant in entrants:
-        key = (league, entrant.rival, entrant.plan)
+    for subject, entrant in entered.entrants:
+        key = (entrant.rival, entrant.plan)
         if key not in configurations:
-            same = (league, "ours" if entrant.rival.startswith(OURS) else entrant.rival, entrant.plan)
+            same = ("ours" if entrant.rival.startswith(OURS) else entrant.rival, entrant.plan)
+            if same not in measured and key in known:
+                measured[same] = entrant.step, {name: known[key][name] for name in _FIGURES}
             if same not in measured:
                 start_s = time.perf_counter()
                 figures = measure(entrant.step, subject.model, is_eager=league == "eager")
-                measured[same] = entrant.step, figures
+                measured[same] = entrant.step, _figures(figures, plain)
                 told = f"{figures.peak_bytes / 2**20:.2f} MiB ({time.perf_counter() - start_s:.1f} s)"
                 say(f"  {entrant.rival}: {_brief(entrant.plan)}: {told}")
-            step, figures = measured[same]
-            configurations[key] = _configuration(league, entrant, figures, plain)
+            step, figures_of = measured[same]
+            configurations[key] = _configuration(league, entrant, figures_of)
             steps.append(step)
         record = configurations[key]
         if entrant.asked_bytes is not None and entrant.asked_bytes not in record["asked_bytes"]:
@@ -165,21 +231,31 @@ def _measured(
     return list(configurations.values()), steps
 
 
-def _configuration(league: str, entrant: Entrant, figures: StepFigures, plain: StepFigures) -> Record:
+_FIGURES = ("peak_bytes", "kept_bytes", "flops", "flops_ratio", "gradients_bitwise_equal", "gradients_max_rel_diff")
+
+
+def _figures(figures: StepFigures, plain: StepFigures) -> Record:
+    """What depends on nothing else that the machine does."""
+    return {
+        "peak_bytes": figures.peak_bytes,
+        "kept_bytes": figures.kept_bytes,
+        "flops": figures.flops,
+        "flops_ratio": None if figures.flops is None or not plain.flops else figures.flops / plain.flops,
+        "gradients_bitwise_equal": bitwise_equal(figures.gradients, plain.gradients),
+        "gradients_max_rel_diff": max_relative_difference(figures.gradients, plain.gradients),
+    }
+
+
+def _configuration(league: str, entrant: Entrant, figures: Record) -> Record:
     return {
         "league": league,
         "rival": entrant.rival,
         "plan": entrant.plan,
         "asked_bytes": [],
         "predicted_peak_bytes": entrant.predicted_peak_bytes,
-        "peak_bytes": figures.peak_bytes,
-        "kept_bytes": figures.kept_bytes,
         "predicted_added_flops": entrant.added_flops,
-        "flops": figures.flops,
-        "flops_ratio": None if figures.flops is None or not plain.flops else figures.flops / plain.flops,
         "solve_s": entrant.solve_s,
-        "gradients_bitwise_equal": bitwise_equal(figures.gradients, plain.gradients),
-        "gradients_max_rel_diff": max_relative_difference(figures.gradients, plain.gradients),
+        **figures,
         "time": None,
     }
 
@@ -188,9 +264,11 @@ def _brief(plan: str) -> str:
     return plan if len(plan) <= 60 else plan[:57] + "..."
 
 
-def _add_times(record: Record, steps: Sequence[Step], plain: Step, rounds: int, say: Callable[[str], None]) -> None:
+def _add_times(
+    record: Record, league: str, steps: Sequence[Step], plain: Step, rounds: int, say: Callable[[str], None]
+) -> None:
     """Times of the configurations that the verdict looks at, all interleaved, beside the plain step."""
-    timed = champions(record)
+    timed = champions(record, league)
     distinct = list(dict.fromkeys(steps[index] for index in timed))  # planners of ours may agree
     say(f"  timing {len(distinct)} steps, {rounds} rounds")
     times = interleaved_times([plain, *distinct], rounds)
