@@ -23,7 +23,7 @@ from ckptplan.measure import profile_model
 from ckptplan.plan import CheckpointPlan, Compiled, PlanNode, compiled_model, parse_plan_text
 from ckptplan.planners import PLANNERS_THAT_COMPILE, PLANNERS_WITH_OPTIONS
 from ckptplan.profile_cache import SharedProfile, profile_key, shared_profile
-from ckptplan.profiles import ChainProfile
+from ckptplan.profiles import ChainProfile, name_some
 from ckptplan.record import ProfileRecord, RunResult
 from ckptplan.runtime import Runtime
 from ckptplan.subject import LossFn
@@ -82,6 +82,7 @@ def profile_blocks_of_run(
             profile = _take_shared(shared, result)
     except (BlockDeclarationError, UnsupportedBoundaryError) as error:
         raise ConfigError(f"{error}\n  see blocks.paths in docs/configuration.md") from error
+    result.notes += _left_eager(profile) if budgets else []
     result.timing.profile_s = time.perf_counter() - start_s
     kinds = len({block.kind for block in profile})
     of_kinds = f"{kinds} kind" if kinds == 1 else f"{kinds} kinds"
@@ -133,6 +134,16 @@ def _take_shared(shared: SharedProfile, result: RunResult) -> ChainProfile:
     source = "measured" if shared.is_new else "shared"
     result.profile = ProfileRecord(source, None if shared.path is None else str(shared.path), shared.measured_s)
     return shared.profile
+
+
+def _left_eager(profile: ChainProfile) -> list[str]:
+    """Why blocks, or the model as one graph, were not compiled though that was asked for."""
+    by_reason: dict[str, list[str]] = {}
+    for block in profile:
+        for warning in block.warnings:
+            if warning.startswith("not compiled"):
+                by_reason.setdefault(warning, []).append(block.block_id)
+    return [f"{name_some(ids)}: {warning}" for warning, ids in by_reason.items()] + list(profile.warnings)
 
 
 def _measures_options(config: RunConfig, result: RunResult) -> bool:

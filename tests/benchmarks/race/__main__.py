@@ -165,7 +165,7 @@ def _machine() -> dict[str, Any]:
     packages = ("numpy", "scipy", "pulp", "pwlf", "matplotlib")
     return {
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": os.cpu_count(),
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,  # with its build: CPU or CUDA

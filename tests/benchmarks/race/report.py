@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.race.judging import OURS, best_within, is_won, rivals
+from tests.benchmarks.race.judging import BY_TIME, DP_BY_TIME, OURS, best_within, is_won, rivals
 
 Record = dict[str, Any]
 
@@ -98,8 +98,16 @@ def _model(record: Record) -> list[str]:
         if rivals(record, league):
             lines += ["", f"### {league}", "", HEAD, "| --- " * 10 + "|"]
             for budget in record["budgets"]:
-                lines += [_row(record, league, rival, budget) for rival in rivals(record, league)]
+                lines += [_row(record, league, rival, budget) for rival in _asked(record, league, budget)]
     return lines
+
+
+def _asked(record: Record, league: str, budget: Record) -> list[str]:
+    """The rivals with a row: where times were taken, nothing is planned or judged by time at other budgets."""
+    names = rivals(record, league)
+    if budget["is_timed"] or record["no_checkpointing"].get("time") is None:
+        return names
+    return [] if league == "compiled" else [name for name in names if name not in (BY_TIME, DP_BY_TIME)]
 
 
 def _row(record: Record, league: str, rival: str, budget: Record) -> str:
