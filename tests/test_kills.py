@@ -104,24 +104,6 @@ def test_runs_killed_at_random_end_as_if_they_had_never_been(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_process_with_its_code_and_leaves_no_child(tmp_path: Path, sent: int) -> None:
-    folder = tmp_path / "run"
-    process = start(folder, "steps=100000")
-    while lines(folder) < 20:
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(sent)
-    assert process.wait(30) == 128 + sent
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
-    result = load_result(folder)
-    assert result["status"] == "interrupted"
-    assert result["state"]["step"] == result["training"]["steps"] == rows(folder)[-1][0]
-    assert (folder / "state" / f"step-{result['state']['step']}" / "manifest.json").exists()
-
-
-@pytest.mark.slow
 def test_few_descriptors_are_enough(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert start(folder, "steps=30", limits="ulimit -n 64").wait(300) == 0
