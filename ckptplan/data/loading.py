@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from multiprocessing.reduction import ForkingPickler
 
 import torch
 from torch import Tensor
@@ -44,14 +46,17 @@ class Place:
 
 @dataclass(frozen=True)
 class _Reader:
-    """What ``DataLoader`` takes for a data set: its "samples" are whole batches."""
+    """What ``DataLoader`` takes for a data set in a worker: its "samples" are whole batches, ready to be sent."""
 
     read: Callable[[Tensor], Batch]
 
-    def __getitem__(self, place: Place) -> Batch:
+    def __call__(self, place: Place) -> Batch:
         with random_state_restored(_CPU):
             seed_without_devices(place.seed)
             return self.read(place.numbers)
+
+    def __getitem__(self, place: Place) -> bytes:
+        return _packed(self(place))
 
 
 def read_batches(read: Callable[[Tensor], Batch], places: Iterable[Place], workers: int) -> Iterator[Batch]:
@@ -61,12 +66,12 @@ def read_batches(read: Callable[[Tensor], Batch], places: Iterable[Place], worke
     are the business of this process: Ctrl-C, SIGTERM and SIGHUP do not end a worker, whoever is sent them.
     """
     reader = _Reader(read)
-    return _read_ahead(reader, places, workers) if workers else map(reader.__getitem__, places)
+    return _read_ahead(reader, places, workers) if workers else map(reader, places)
 
 
 def _read_ahead(reader: _Reader, places: Iterable[Place], workers: int) -> Iterator[Batch]:
     parent = os.getpid()
-    loader: DataLoader[Batch] = DataLoader(
+    loader: DataLoader[bytes] = DataLoader(
         reader,  # type: ignore[arg-type]  # any object with __getitem__ does
         sampler=places,
         batch_size=None,
@@ -77,12 +82,29 @@ def _read_ahead(reader: _Reader, places: Iterable[Place], workers: int) -> Itera
         generator=torch.Generator(),  # else each epoch would draw from the global stream
     )
     with _signals_held():
-        batches = iter(loader)
-    yield from batches
+        packed = iter(loader)
+    yield from map(pickle.loads, packed)
 
 
-def _unchanged(batch: Batch) -> Batch:
-    return batch
+def _packed(batch: Batch) -> bytes:
+    """The tensors go through shared memory where there is room for them, else within these bytes.
+
+    Left to ``DataLoader``, one for which there is no room is lost in a thread of the worker, and waited for for ever.
+    """
+    own = replace(batch, inputs=_with_own_memory(batch.inputs), targets=_with_own_memory(batch.targets))
+    try:
+        return bytes(ForkingPickler.dumps(own))
+    except (OSError, RuntimeError):
+        return pickle.dumps(own)
+
+
+def _with_own_memory(tensor: Tensor) -> Tensor:
+    """Of a view, all that it is a view of would be shared."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _unchanged(packed: bytes) -> bytes:
+    return packed
 
 
 _SIGNALS = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}

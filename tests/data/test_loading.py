@@ -136,6 +136,36 @@ def test_a_worker_that_reads_for_too_long_is_ended_all_the_same(monkeypatch: pyt
         time.sleep(0.01)
 
 
+MOUNTS = subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
+SMALL = """
+import sys, torch
+from ckptplan.data import Batch, DataSpec
+from ckptplan.data.dataset import Dataset
+whole = torch.arange(1000.0).repeat(1000, 1)
+def read(numbers):
+    first = int(numbers[0])
+    return Batch(whole[first : first + len(numbers)], numbers)  # a view
+data = Dataset(DataSpec("images", channels=1, image_size=1, classes=9), read, 0 + 8, 992, 100, 0, 2)
+for number, batch in enumerate(data.eval_batches()):
+    assert batch.targets[0] == 8 + 100 * number
+    assert torch.equal(batch.inputs, whole[: len(batch.targets)])
+print(number)
+"""
+
+
+@pytest.mark.parametrize("size", ["256k", "64m"])
+def test_no_batch_is_lost_where_shared_memory_is_small(size: str) -> None:
+    """A batch of 400 kB from 4 MB. ``DataLoader`` loses it in a thread of the worker and waits for it for ever."""
+    command = f'exec {sys.executable} -c "$CODE"'
+    if MOUNTS:
+        command = f"mount -t tmpfs -o size={size} tmpfs /dev/shm && {command}"
+    ended = subprocess.run(
+        [*(["unshare", "-m"] if MOUNTS else []), "sh", "-c", command],
+        env={**os.environ, "CODE": SMALL}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (0, "9\n"), ended.stderr
+
+
 def test_an_error_while_reading_keeps_its_type_and_names_its_place() -> None:
     def broken(numbers: Tensor) -> Batch:
         raise KeyError(f"no sample {int(numbers[0])}")
