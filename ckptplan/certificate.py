@@ -73,26 +73,28 @@ class Certificate:
 
     @property
     def text(self) -> str:
-        """The certificate in one paragraph."""
+        """The certificate in one sentence: the peak, what recomputation costs, and what is proved of that."""
         parts = [
-            f"peak {format_bytes(self.peak_bytes)} at {self.peak_at}, budget {format_bytes(self.budget_bytes)}",
-            f"cost {self._cost_text(self.cost)}",
+            f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} allowed, at {self.peak_at}"
         ]
         if self.weight_copies_bytes:
-            parts.insert(1, weight_copies_text(self.weight_copies_bytes))
-        over = "" if self.with_options else " over whole blocks"
-        if self.flat_lower_bound is not None:
-            check = {"agrees": " (HiGHS agrees)", "disagrees": " (HiGHS disagrees)"}.get(self.cross_check, "")
-            parts.append(f"no flat plan{over} below {self._cost_text(self.flat_lower_bound)}{check}")
-        parts.append(f"no plan of any shape{over} below {self._cost_text(self.lower_bound)}")
-        parts.append("proved optimal" if self.gap == 0 else f"gap {100 * self.gap:.3g} %")
+            parts.append(weight_copies_text(self.weight_copies_bytes))
+        parts.append(f"recomputing costs {self._cost_text(self.cost)}, {self._proved()}")
         if self.dry_run_peak_bytes is not None:
-            parts.append(
-                f"dry run: {format_bytes(self.dry_run_peak_bytes)} at {self.operator} in {self.block} ({self.phase})"
-            )
+            parts.append(f"dry run: {format_bytes(self.dry_run_peak_bytes)}, at {self.operator} in {self.block}")
         if self.measured_peak_bytes is not None:
             parts.append(f"measured peak {format_bytes(self.measured_peak_bytes)}")
         return "; ".join(parts)
+
+    def _proved(self) -> str:
+        over = "all plans" if self.with_options else "all plans over whole blocks"
+        check = {"agrees": " (HiGHS agrees)", "disagrees": " (HiGHS disagrees)"}.get(self.cross_check, "")
+        if self.gap == 0:
+            return f"proved the least of {over}{check}"
+        bounds = [f"the least of {over} is no lower than {self._cost_text(self.lower_bound)}"]
+        if self.flat_lower_bound is not None:
+            bounds.append(f"of flat ones than {self._cost_text(self.flat_lower_bound)}{check}")
+        return f"up to {100 * self.gap:.3g} % more than needed: {', '.join(bounds)}"
 
     def _cost_text(self, cost: float) -> str:
         return format_ms(cost) if self.cost_kind == "time" else f"{cost:.4g} FLOPs"

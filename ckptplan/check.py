@@ -107,9 +107,6 @@ def _eligibility_faults(chain: ChainProfile, plan: CheckpointPlan) -> list[str]:
                 faults += error.faults
                 continue
             decision = plan.decisions[node.block]
-            if decision.executor != option.executor:
-                found, expected = decision.executor, option.executor
-                faults.append(f"block {decision.block_id!r} is run by {found}; the profile's option by {expected}")
             if decision.saved_ops != option.saved_ops or decision.sequence_hash != option.sequence_hash:
                 faults.append(
                     f"block {decision.block_id!r} keeps {decision.saved_ops} of operators {decision.sequence_hash}; "
@@ -163,7 +160,7 @@ def _compiled_ms(chain: ChainProfile, nodes: Sequence[PlanNode]) -> float:
         return (find_compiled_model(chain, whole.budget).step_time_ms or fastest) - fastest
     if any(isinstance(node, Compiled) for node in nodes):
         return (chain.compiled_blocks_step_ms or fastest) - fastest
-    return 0.0
+    return 0  # an int, as FLOPs are
 
 
 def _last_cost(chain: ChainProfile, i: int, cost_kind: str) -> float:

@@ -1,7 +1,7 @@
 """The whole trade-off between memory and recomputation of a chain: every peak that pays, with its plan. Torch-free.
 
     print(plan_curve(profiles).text)
-    memory as a share of 413.2 MiB: 0.9 costs +0.6 %, 0.75 +1.6 %, 0.5 +3.4 %; knee at 0.62; nothing below 0.16
+    memory as a share of 413.2 MiB: 0.9 costs +0.6 %, 0.75 +1.6 %, 0.5 +3.4 %; knee at 0.62; no plan below 0.16
 
 One solve of the recursion in ``planners/stretches.py`` without a budget gives all of it.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ from ckptplan.units import format_bytes, format_ms
 
 CURVE_SCHEMA = "ckptplan.curve/1"
 _SHARES = (0.9, 0.75, 0.5, 0.35, 0.25)  # that the sentence tells
+
+
+_SEGMENT = re.compile(r"R\([^()]*[ (]")  # one of more than one block, in a plan's text
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,9 @@ class PlanCurve:
                 told.append(f"{share:g}{'' if told else ' costs'} {self._cost_text(point.cost)}")
         parts = [", ".join(told)] if told else []
         parts.append(f"knee at {self._share(self.knee)} ({self._cost_text(self.knee.cost)})")
-        parts.append(f"nothing below {self._share(self.minimum)} ({format_bytes(self.minimum.peak_bytes)})")
+        nested = any(_SEGMENT.search(point.plan) for point in self.points)
+        kind = "no plan, segments and nests included," if nested else "no plan"
+        parts.append(f"{kind} below {self._share(self.minimum)} ({format_bytes(self.minimum.peak_bytes)})")
         return f"memory as a share of {format_bytes(whole)}: {'; '.join(parts)}"
 
     def plot(self, width: int = 64, height: int = 16) -> str:

@@ -35,7 +35,7 @@ PLAN_SCHEMA = "ckptplan.plan/2"
 _FORMER_SCHEMA = "ckptplan.plan/1"  # without executors; ``S3[]`` did not count as recomputed
 
 # What runs a node, and the nodes that it runs.
-CHECKPOINT, REPLAY, SELECTIVE_CHECKPOINT, COMPILER = "checkpoint", "replay", "selective_checkpoint", "compiler"
+CHECKPOINT, REPLAY, COMPILER = "checkpoint", "replay", "compiler"
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class CheckpointDecision:
     """What the plan does with one block, and why. Bytes are what the block retains until its backward.
 
     ``checkpointed``: all of the block is made again in backward. ``executor``: what does that, or runs the block
-    otherwise: "checkpoint" (PyTorch's, for Recompute nodes), "replay" or "selective_checkpoint" (for Selective ones),
-    "compiler"; None: nothing does, as the block is kept. A plan fills in what its tree says.
+    otherwise: "checkpoint" (PyTorch's, for Recompute nodes), "replay" (for Selective ones), "compiler"; None: nothing
+    does, as the block is kept. A plan fills in what its tree says.
     """
 
     block_id: str
@@ -201,9 +201,7 @@ class CheckpointPlan:
                 planned = "keeps part of" if block in selective else "does not keep part of"
                 faults.append(f"{where}: saved_ops={decision.saved_ops} but the tree {planned} it ({self.text})")
             faults += [f"{where}: {fault}" for fault in _saved_faults(selective.get(block), decision.saved_ops)]
-            if decision.executor not in (None, executors.get(block)) and not (
-                block in selective and decision.executor == SELECTIVE_CHECKPOINT
-            ):
+            if decision.executor not in (None, executors.get(block)):
                 runs = executors.get(block) or "nothing: the block is kept"
                 faults.append(f"{where}: executor={decision.executor!r} but what runs its node is {runs} ({self.text})")
             if block in recomputed and not decision.eligible_for_checkpoint:
@@ -405,7 +403,6 @@ def decision_for(
         mutated_buffers=None if block.is_stateful is None and not block.mutated_buffers else block.mutated_buffers,
         saved_ops=None if option is None else option.saved_ops,
         sequence_hash=None if option is None else option.sequence_hash,
-        executor=None if option is None else option.executor,
         reason=reason,
     )
 
@@ -515,7 +512,7 @@ def _selective_faults(node: Selective) -> list[str]:
 
 
 def _executors_of(nodes: Sequence[PlanNode]) -> dict[int, str]:
-    """What runs each block that is not kept, where its decision says nothing else."""
+    """What runs each block that is not kept."""
     found: dict[int, str] = {}
     for node in nodes:
         if isinstance(node, Recompute):

@@ -25,8 +25,7 @@ from ckptplan.errors import CkptplanError, TimingOnlyProfileError, UnsupportedPl
 MemoryModel = Literal["peak", "additive"]
 CostKind = Literal["time", "flops"]
 
-PROFILE_SCHEMA = "ckptplan.profile/4"
-_FORMER_SCHEMA = "ckptplan.profile/3"  # without executors: all options are of replay
+PROFILE_SCHEMA = "ckptplan.profile/3"
 _D = TypeVar("_D")
 INPUTS_KEY = "model_inputs"  # of environments: the shapes of the tensors that the model was called with
 
@@ -76,7 +75,6 @@ class SelectiveOption:
         time_ms: what it adds to a step, the recording in the forward included.
         flops: what it adds to a step.
         sequence_hash: of the operators that the block ran when the option was made.
-        executor: "replay", or "selective_checkpoint" (PyTorch's) where a replay of the block would not be exact.
     """
 
     saved_ops: tuple[str, ...]
@@ -84,7 +82,6 @@ class SelectiveOption:
     time_ms: float | None = None
     flops: int | None = None
     sequence_hash: str = ""
-    executor: Literal["replay", "selective_checkpoint"] = "replay"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "saved_ops", tuple(self.saved_ops))
@@ -306,8 +303,6 @@ class ChainProfile(Sequence[BlockProfile]):
     def from_json(cls, text: str, source: str = "the profile") -> ChainProfile:
         """Reads strictly. Raises ``ValueError`` (what, where, what was expected), ``UnsupportedPlanVersionError``."""
         data = parse_json_object(text, source)
-        if data.get("schema") == _FORMER_SCHEMA:
-            data = _from_former(data)
         require_schema(data, PROFILE_SCHEMA, source)
         return decode_dataclass(cls, data, source)
 
@@ -569,17 +564,6 @@ def require_schema(data: dict[str, Any], expected: str, source: str) -> None:
             f"{source}: schema is {found!r}; this version reads {expected!r}; "
             "make it again with this version, or install the one that wrote it"
         )
-
-
-def _from_former(data: dict[str, Any]) -> dict[str, Any]:
-    """A profile as the version before wrote it, in today's form; what is out of form stays so, and is refused."""
-    blocks = data.get("blocks")
-    for block in blocks if isinstance(blocks, list) else ():
-        options = block.get("selective") if isinstance(block, dict) else None
-        for option in options if isinstance(options, list) else ():
-            if isinstance(option, dict):
-                option.setdefault("executor", "replay")
-    return data | {"schema": PROFILE_SCHEMA}
 
 
 def decode_dataclass(cls: type[_D], data: Any, where: str) -> _D:

@@ -126,7 +126,7 @@ def test_a_straight_or_single_point_has_its_knee_at_the_end() -> None:
 def test_the_sentence() -> None:
     assert _by_hand().text == (
         "memory as a share of 800 B: 0.9 costs +2 %, 0.75 +2 %, 0.5 +2 %, 0.35 +4 %, 0.25 +4 %; "
-        "knee at 0.25 (+4 %); nothing below 0.12 (100 B)"
+        "knee at 0.25 (+4 %); no plan below 0.12 (100 B)"
     )
 
 

@@ -91,8 +91,9 @@ def _levers(chain: ChainProfile, least: PlanCost, budget_bytes: int) -> list[str
 def _smaller_batch(peak_bytes: int, budget_bytes: int) -> str:
     """Each stage's bytes are affine in the batch size, so that they shrink with it in proportion at the most."""
     percent = max(0, budget_bytes) * 100 // max(peak_bytes, 1)
-    size = f", of at most {percent} % of this one's size" if percent else ""
-    return f"a smaller batch{size} (with more accumulation the result is the same)"
+    size = f" (by proportion at most {percent} % of this one's size, not measured" if percent else " ("
+    told = "; maximize(model, batch, loss_fn, budget) finds and confirms the largest; " if percent else ""
+    return f"a smaller batch{size}{told}with more accumulation the result is the same)"
 
 
 def _bytes_text(size_bytes: int) -> str:

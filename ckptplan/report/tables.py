@@ -229,7 +229,8 @@ def _result_rows(result: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str
         format_bytes(memory["no_checkpoint_measured_peak_bytes"]),
         "",
     )
-    yield "smallest reachable", format_bytes(memory["smallest_reachable_bytes"]), "", ""
+    least = format_bytes(memory["smallest_reachable_bytes"])
+    yield "smallest reachable", least, "", f"by plans of planner {result['planner']}"
     if memory["device_peak_bytes"] is not None:
         allocated, reserved = format_bytes(memory["device_peak_bytes"]), format_bytes(memory["device_reserved_bytes"])
         yield "whole device", "", allocated, f"allocated, with weights and gradients; {reserved} reserved"
