@@ -451,7 +451,9 @@ class _Run:
             problem = f"{type(data).__name__} reads its batches by itself, it is no ckptplan.data.dataset.Dataset"
             raise config_error("data_workers", workers, problem, remedy="data_workers=0, and workers inside your data")
         if workers and not CAN_HAVE_WORKERS:
-            raise config_error("data_workers", workers, "this system cannot fork", remedy="data_workers=0")
+            raise config_error(
+                "data_workers", workers, "only Linux can have processes that read", remedy="data_workers=0"
+            )
         return data
 
     def build_model(self, data: Any, runtime: Runtime) -> nn.Module:

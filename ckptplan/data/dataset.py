@@ -44,7 +44,7 @@ class Dataset:
         require_int("num_train_samples", self.num_train_samples)
         require_int("num_eval_samples", self.num_eval_samples, minimum=0)
         if require_int("workers", self.workers, minimum=0) and not CAN_HAVE_WORKERS:
-            raise ValueError(f"workers={self.workers}; this system cannot fork processes: expected 0")
+            raise ValueError(f"workers={self.workers}; only Linux can have processes that read: expected 0")
 
     @property
     def batches_per_epoch(self) -> int:

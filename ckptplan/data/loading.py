@@ -25,8 +25,9 @@ from ckptplan.data import Batch
 from ckptplan.processes import end_with_parent
 from ckptplan.randomness import random_state_restored, seed_without_devices
 
-CAN_HAVE_WORKERS = "fork" in multiprocessing.get_all_start_methods()
-"""Workers are forks, as a function that reads samples may be a closure, which cannot be sent to another process."""
+CAN_HAVE_WORKERS = "fork" in multiprocessing.get_all_start_methods() and hasattr(signal, "sigwaitinfo")
+"""Workers are forks, as a function that reads samples may be a closure, which cannot be sent to another process; they
+tell signals of their parent from others. Linux can do both, Windows and macOS cannot."""
 
 _CPU = torch.device("cpu")
 
