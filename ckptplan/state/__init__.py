@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckptplan.state.items import ItemSpec, Layout
     from ckptplan.state.manager import CheckpointManager
     from ckptplan.state.named import OptimizerByName
+    from ckptplan.state.progress import DataProgress, DataProgressResharder
     from ckptplan.state.resharder import DefaultResharder, Piece, Resharder, Sharded
     from ckptplan.state.storage import LocalStorage, Storage, StorageConfig
 
@@ -37,6 +38,8 @@ _MODULE_OF_NAME = {
     "DefaultResharder": "resharder",
     "Sharded": "resharder",
     "Piece": "resharder",
+    "DataProgress": "progress",
+    "DataProgressResharder": "progress",
     "Future": "future",
     "Progress": "future",
     "CheckpointInfo": "folder",
@@ -56,6 +59,8 @@ __all__ = [  # noqa: RUF022 - in the order of use
     "DefaultResharder",
     "Sharded",
     "Piece",
+    "DataProgress",
+    "DataProgressResharder",
     "Future",
     "Progress",
     "CheckpointInfo",

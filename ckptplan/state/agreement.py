@@ -19,12 +19,15 @@ from ckptplan.state.items import ItemSpec
 from ckptplan.state.snapshot import Encoded
 
 
-def agree_on_faults(coordinator: Coordinator, faults: list[str]) -> list[str]:
-    """The faults of all ranks; with the rank where there are several."""
+def agree_on_faults(coordinator: Coordinator, *lists: list[str]) -> list[list[str]]:
+    """The faults of all ranks, list by list; with the rank where there are several."""
     if coordinator.world_size == 1:
-        return faults
-    gathered = coordinator.all_gather(faults)
-    return [f"rank {rank}: {fault}" for rank, found in enumerate(gathered) for fault in found]
+        return list(lists)
+    gathered = coordinator.all_gather(lists)
+    return [
+        [f"rank {rank}: {fault}" for rank, found in enumerate(gathered) for fault in found[number]]
+        for number in range(len(lists))
+    ]
 
 
 def raise_first(coordinator: Coordinator, own: StateError | None) -> None:

@@ -63,7 +63,7 @@ class _Redistributed:
 
 
 class Load:
-    """One load: `want` for each item, then look at `faults`, then `check`, then `finish`."""
+    """One load: `want` for each item, look at `faults`, `check`, `redistribute`, then `finish`."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Load:
                 pieces = [Piece((0,) * len(stored.shape), target)]
             self._slices.add(stored, pieces)
         faults += self._slices.check()
-        return faults or self._redistribute()
+        return faults
 
     def finish(self) -> dict[str, Any]:
         """Writes into the templates and returns the values by item; only after `check` found nothing."""
@@ -181,7 +181,8 @@ class Load:
         request.value = _as_stored(made, request.is_parameter, request.requires_grad)
         return made
 
-    def _redistribute(self) -> list[str]:
+    def redistribute(self) -> list[str]:
+        """Works out what this rank gets of items that other ranks saved; after `check`. What stands in the way."""
         faults = []
         for name, each in self._redistributed.items():
             for item in each.items:

@@ -464,10 +464,14 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         """Plan and manifest are gone on return: the collection of garbage that comes due would look through them."""
         load = self._plan_load(coordinator, place, name, into, strict, device)
-        damage = agree_on_faults(coordinator, load.check())
+        own_damage = load.check()
+        own_faults = [] if own_damage else load.redistribute()
+        damage, faults = agree_on_faults(coordinator, own_damage, own_faults)
         if damage:
             next_good = place.folder.next_good(name) if coordinator.rank == 0 else None
             raise _damaged(name, damage, coordinator.all_gather(next_good)[0])
+        if faults:
+            raise StateMismatchError(f"checkpoint {name!r} does not fit; nothing has been changed", faults)
         for note in load.notes if coordinator.rank == 0 else ():
             _log.warning("%s", note)
         return load.finish()

@@ -259,7 +259,7 @@ def test_rank_0_decides_which_one_is_the_latest_and_the_others_follow(tmp_path: 
     with CheckpointManager(tmp_path, mode="sync") as states:
         for name in ("a", "b"):
             states.save(name, {"x": name}).result()
-    with CheckpointManager(tmp_path, mode="sync", coordinator=RankOne([None, "a", None, []])) as states:
+    with CheckpointManager(tmp_path, mode="sync", coordinator=RankOne([None, "a", None, [[], []]])) as states:
         assert states.load("latest", into={"x": ""}) == {"x": "a"}
     nothing = {"kind": "CheckpointNotFoundError", "text": "there is no checkpoint yet"}
     alone = CheckpointManager(tmp_path, mode="sync", coordinator=RankOne([nothing]))
