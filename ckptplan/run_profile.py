@@ -48,6 +48,13 @@ def profile_blocks_of_run(
     start_s = time.perf_counter()
     with_options = _measures_options(config, result)
     budgets, model_budgets = compiled_budgets(config.planner)
+    if model_budgets and config.engine.kind != "single":
+        if config.planner.name not in PLANNERS_THAT_COMPILE:
+            raise ConfigError(
+                f"engine={config.engine.kind}: a model compiled as one graph runs under engine=single alone; plan block "
+                "by block (C0[0.5] C1[0.5] ...), or leave engine out"
+            )
+        model_budgets = ()  # it would make all gradients, or gather all weights, at once
 
     def measure() -> ChainProfile:
         log.info("profiling %d blocks ...", len(selection.blocks))
