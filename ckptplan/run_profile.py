@@ -51,8 +51,8 @@ def profile_blocks_of_run(
     if model_budgets and config.engine.kind != "single":
         if config.planner.name not in PLANNERS_THAT_COMPILE:
             raise ConfigError(
-                f"engine={config.engine.kind}: a model compiled as one graph runs under engine=single alone; plan block "
-                "by block (C0[0.5] C1[0.5] ...), or leave engine out"
+                f"engine={config.engine.kind}: a model compiled as one graph runs under engine=single alone; plan "
+                "block by block (C0[0.5] C1[0.5] ...), or leave engine out"
             )
         model_budgets = ()  # it would make all gradients, or gather all weights, at once
 

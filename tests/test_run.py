@@ -543,13 +543,14 @@ class TestChoices:
     [
         (("planner=compile", "budget_frac=0.6"), None),
         (("planner=text", "planner.text='C0[1] R(1) C2[0] K3'", "budget_frac=1.0"), "C0[1.0] R(1) C2[0.0] K3"),
+        (("planner=text", "planner.text='C0-3[0.5]'", "budget_frac=1.0"), "C0-3[0.5]"),
     ],
 )
 def test_a_run_with_compiled_blocks_is_proved_and_trains(run, overrides: tuple[str, ...], text: str | None) -> None:
     code, result, folder = run(*overrides, "cost=time", "proof.check_gradients=true")
     assert (code, result["status"]) == (0, "ok")
     plan = CheckpointPlan.load(folder / "plan.json")
-    assert plan.text == text if text else plan.compiled == 4
+    assert plan.text == text if text else plan.compiled > 0
     assert result["plan"]["compiled"] == plan.compiled
     assert abs(result["memory"]["prediction_error"]) <= 0.01
     assert result["memory"]["within_budget"]
