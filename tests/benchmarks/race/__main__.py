@@ -53,12 +53,13 @@ def main(arguments: list[str]) -> int:
         return 2
     whole = _whole(parts)
     (options.out / "race.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    table = report.markdown(whole)
+    has_pictures = importlib.util.find_spec("matplotlib") is not None
+    table = report.markdown(whole, has_pictures=has_pictures)
     (options.out / "race.md").write_text(table, encoding="utf-8")
     written = ["race.json", "race.md"]
-    if importlib.util.find_spec("matplotlib") is not None:
-        report.plot(whole, options.out / "race.svg")
-        written.append("race.svg")
+    for record in whole["models"] if has_pictures else ():
+        written.append(f"race-{record['model']}.svg")
+        report.plot([record], options.out / written[-1])
     print(table)
     print(f"{', '.join(written)} in {options.out}; {time.perf_counter() - start_s:.0f} s")
     return 0 if all(is_won(record["verdict"]) for record in whole["models"]) else 1

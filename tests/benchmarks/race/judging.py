@@ -44,12 +44,17 @@ def rivals(record: Record, league: str) -> list[str]:
     return list(dict.fromkeys(c["rival"] for c in record["configurations"] if c["league"] == league))
 
 
+def timed_budgets(record: Record, league: str) -> list[Record]:
+    """Those at which steps of the league were timed."""
+    return [budget for budget in record["budgets"] if league in budget["timed"]]
+
+
 def champions(record: Record, league: str) -> list[int]:
     """The configurations to time: the best of each eager rival within each timed budget, every compiled one in any.
 
     Our plans by FLOPs are none of them: they are not made to be fast.
     """
-    timed = [budget["bytes"] for budget in record["budgets"] if budget["is_timed"]]
+    timed = [budget["bytes"] for budget in timed_budgets(record, league)]
     if league == "compiled":
         return [
             number
@@ -82,13 +87,12 @@ def our_curve_faults(record: Record, our_added_flops: Callable[[int], int | None
 def judge(record: Record) -> Record:
     """What was lost and what was broken, each as a sentence; empty lists are what we want."""
     ours = [c for c in record["configurations"] if c["rival"].startswith(OURS)]
-    timed = [budget for budget in record["budgets"] if budget["is_timed"]]
     errors = [abs(c["predicted_peak_bytes"] / c["peak_bytes"] - 1) for c in ours]
     return {
         "lost_by_flops": _lost(record, "eager", BY_FLOPS, _fewer_flops, record["budgets"]),
-        "lost_by_time": _lost(record, "eager", BY_TIME, _faster, timed),
+        "lost_by_time": _lost(record, "eager", BY_TIME, _faster, timed_budgets(record, "eager")),
         "slower_than_dp": _slower_than_dp(record),
-        "lost_compiled": _lost(record, "compiled", OUR_COMPILED, _faster, timed),
+        "lost_compiled": _lost(record, "compiled", OUR_COMPILED, _faster, timed_budgets(record, "compiled")),
         "below_our_curve": record["below_our_curve"],
         "violations": [
             f"{c['rival']} {c['plan']}: {c['peak_bytes']} bytes, budget {min(c['asked_bytes'])}"

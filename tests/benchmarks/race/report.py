@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.race.judging import BY_TIME, DP_BY_TIME, OURS, best_within, is_won, rivals
+from tests.benchmarks.race.judging import BY_TIME, DP_BY_TIME, OURS, best_within, is_won, rivals, timed_budgets
 
 Record = dict[str, Any]
 
@@ -23,8 +23,8 @@ LOSSES = {
 }
 
 
-def markdown(report: Record) -> str:
-    """All tables, and the verdict before them."""
+def markdown(report: Record, *, has_pictures: bool = False) -> str:
+    """All tables, and the verdict before them; with a model's picture before its tables."""
     machine = report["machine"]
     lines = [
         "# The race",
@@ -54,7 +54,7 @@ def markdown(report: Record) -> str:
         *_verdict(report["models"]),
     ]
     for record in report["models"]:
-        lines += ["", *_model(record)]
+        lines += ["", *_model(record, has_pictures=has_pictures)]
     return "\n".join(lines) + "\n"
 
 
@@ -77,19 +77,21 @@ def _verdict(records: list[Record]) -> list[str]:
 
 
 def _count(record: Record, key: str) -> str:
-    timed = record["no_checkpointing"].get("time") is not None
-    if key in ("lost_by_time", "slower_than_dp") and not timed:
-        return "not timed"
-    if key == "lost_compiled" and not any(r.startswith(OURS) for r in rivals(record, "compiled")):
+    league = "compiled" if key == "lost_compiled" else "eager"
+    if not rivals(record, league):
         return "not raced"
-    return str(len(record["verdict"][key]))
+    if key not in ("lost_by_time", "slower_than_dp", "lost_compiled"):
+        return str(len(record["verdict"][key]))
+    timed = timed_budgets(record, league)
+    return f"{len(record['verdict'][key])} of {len(timed)} timed" if timed else "not timed"
 
 
-def _model(record: Record) -> list[str]:
+def _model(record: Record, *, has_pictures: bool) -> list[str]:
     plain = record["no_checkpointing"]
     lines = [
         f"## {record['model']}: {record['blocks']} blocks",
         "",
+        *([f"![{record['model']}](race-{record['model']}.svg)", ""] if has_pictures else []),
         f"Without checkpointing: peak {_mib(plain['peak_bytes'])}, {plain['flops']:.4g} FLOPs. "
         f"Profiled in {record['profile_s']:.1f} s.",
     ]
@@ -105,7 +107,7 @@ def _model(record: Record) -> list[str]:
 def _asked(record: Record, league: str, budget: Record) -> list[str]:
     """The rivals with a row: where times were taken, nothing is planned or judged by time at other budgets."""
     names = rivals(record, league)
-    if budget["is_timed"] or record["no_checkpointing"].get("time") is None:
+    if league in budget["timed"] or not timed_budgets(record, league):
         return names
     return [] if league == "compiled" else [name for name in names if name not in (BY_TIME, DP_BY_TIME)]
 
@@ -134,7 +136,7 @@ def _mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:.2f} MiB"
 
 
-def plot(report: Record, path: Path) -> None:
+def plot(records: list[Record], path: Path) -> None:
     """Peak against FLOPs (eager) and against time (both leagues), a row of pictures for each model."""
     import matplotlib
 
@@ -142,7 +144,6 @@ def plot(report: Record, path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "race"  # the same records give the same file
     from matplotlib import pyplot
 
-    records = report["models"]
     figure, axes = pyplot.subplots(len(records), 2, figsize=(13, 4.2 * len(records)), squeeze=False)
     for record, (by_flops, by_time) in zip(records, axes, strict=True):
         _panel(by_flops, record, lambda c: c["flops_ratio"], "FLOPs")

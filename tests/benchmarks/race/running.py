@@ -109,7 +109,7 @@ def merged(parts: Sequence[Record]) -> Record:
     record["race_s"] = sum(part["race_s"] for part in parts)
     record["below_our_curve"] = [fault for part in parts for fault in part["below_our_curve"]]
     record["budgets"] = [
-        {**budgets[0], "is_timed": any(budget["is_timed"] for budget in budgets)}
+        {**budgets[0], "timed": [league for budget in budgets for league in budget["timed"]]}
         for budgets in zip(*(part["budgets"] for part in parts), strict=True)
     ]
     times = next((t for part in parts if (t := part["no_checkpointing"].get("time"))), None)
@@ -142,7 +142,7 @@ def _eager(
     found = [entrant for rival in eager.WITHOUT_BUDGET for entrant in rival(subject)]
     found += eager.ours(subject, profile, budgets_bytes, "flops")
     if settings.rounds:
-        timed = [budget["bytes"] for budget in budgets if budget["is_timed"]]
+        timed = [budget["bytes"] for budget in budgets if budget["timed"]]
         found += eager.ours(subject, profile, timed, "time")
     found += _others(subject, profile, budgets_bytes, settings.predecessor, absent)
     return _Entered([(subject, entrant) for entrant in found], profile, profile_s)
@@ -158,18 +158,23 @@ def _compiled(
     profile = compiled.our_profile(own)
     profile_s = time.perf_counter() - start_s
     say(f"{subject.name}: {len(profile)} blocks compiled and profiled in {profile_s:.1f} s")
-    timed = [budget["bytes"] for budget in budgets if budget["is_timed"] or not settings.rounds]
+    timed = [budget["bytes"] for budget in budgets if budget["timed"] or not settings.rounds]
     entrants += [(own, entrant) for entrant in compiled.ours(own, profile, timed)]
     return _Entered(entrants, None, profile_s)
 
 
 def _budgets(settings: Settings, plain_bytes: int, full_bytes: int) -> list[Record]:
+    league = [settings.league] if settings.rounds else []  # where, if at all
     found = [
-        {"name": f"{share:.0%}", "bytes": int(plain_bytes * share), "is_timed": share in settings.timed}
+        {"name": f"{share:.0%}", "bytes": int(plain_bytes * share), "timed": league if share in settings.timed else []}
         for share in settings.budgets
     ]
     return found + [
-        {"name": f"{share:.0%} of every block", "bytes": int(full_bytes * share), "is_timed": share == BELOW_FULL[0]}
+        {
+            "name": f"{share:.0%} of every block",
+            "bytes": int(full_bytes * share),
+            "timed": league if share == BELOW_FULL[0] else [],
+        }
         for share in BELOW_FULL
     ]
 
