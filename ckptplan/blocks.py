@@ -10,7 +10,8 @@ import hashlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,6 +200,8 @@ def is_called_with(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def hooks_between(earlier: nn.Module, later: nn.Module) -> bool:
     """Whether hooks look at what one block hands to the next, or change it: within a segment they would not see it."""
+    if _switched_off or any(hooks_on_all_modules().values()):
+        return True
     on_earlier = earlier._forward_hooks, earlier._backward_hooks, earlier._backward_pre_hooks
     on_later = later._forward_pre_hooks, later._backward_hooks, later._backward_pre_hooks
     hooks = [hook for registered in (*on_earlier, *on_later) for hook in registered.values()]
@@ -208,6 +211,43 @@ def hooks_between(earlier: nn.Module, later: nn.Module) -> bool:
 def _is_of_fully_shard(hook: Any) -> bool:
     """Whether FSDP2 has put it there: it gathers the segment as a whole, and hands through what it is given."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+
+
+_HOOKS_ON_ALL = tuple(f"_global_{name}_hooks" for name in ("forward_pre", "forward", "backward_pre", "backward"))
+_switched_off: list[dict[str, dict[int, Any]]] = []
+
+
+def hooks_on_all_modules() -> dict[str, dict[int, Any]]:
+    """What was registered by ``register_module_forward_hook`` and the like, but for our own; by torch's name for it."""
+    found: dict[str, dict[int, Any]] = {}
+    for name in _HOOKS_ON_ALL:
+        hooks: dict[int, Any] = getattr(nn.modules.module, name, {})
+        found[name] = {
+            key: hook for key, hook in hooks.items() if not str(getattr(hook, "__module__", "")).startswith("ckptplan.")
+        }
+    return found
+
+
+@contextmanager
+def no_hooks_on_all_modules() -> Iterator[None]:
+    """Those hooks of the user's are off, so that measuring does not reach them."""
+    taken = hooks_on_all_modules()
+    if not any(taken.values()):
+        yield
+        return
+    tables: dict[str, dict[int, Any]] = {name: getattr(nn.modules.module, name, {}) for name in taken}
+    for name, hooks in taken.items():
+        for key in hooks:
+            del tables[name][key]
+    _switched_off.append(taken)  # they are there when it trains
+    try:
+        yield
+    finally:
+        _switched_off.remove(taken)
+        for name, hooks in taken.items():
+            later = dict(tables[name])
+            tables[name].clear()
+            tables[name].update({**hooks, **later})
 
 
 def takes_keyword(module: nn.Module, name: str) -> bool:

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptplan.blocks import BlockSelection, block_lists, declare_blocks, left_out, member_paths, no_list_message
+from ckptplan.blocks import (
+    BlockSelection,
+    block_lists,
+    declare_blocks,
+    left_out,
+    member_paths,
+    no_hooks_on_all_modules,
+    no_list_message,
+)
 from ckptplan.errors import BlockDeclarationError
 from ckptplan.randomness import random_state_restored
 from ckptplan.subject import private_batch
@@ -110,6 +118,7 @@ def _record(
         with (
             no_foreign_calls(twin),
             no_parallel_calls(),
+            no_hooks_on_all_modules(),
             random_state_restored(device),
             torch.no_grad(),
             exchanged_forwards(modules, stands),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ckptplan.apply import checkpointed
+from ckptplan.blocks import no_hooks_on_all_modules
 from ckptplan.errors import DryRunError, PlanIncompatibleError
 from ckptplan.fakes import UNFIT, KnownValues, quiet_fake_kernels, why_unfit, with_fakes
 from ckptplan.memory import LiveStorages
@@ -80,7 +81,11 @@ def verify_plan(model: nn.Module, plan: CheckpointPlan, batch: Any, loss_fn: Los
     devices = {t.device for t in (*model.parameters(), *model.buffers(), *tensors_in(batch))}
     where = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
     places = _Places()
-    with random_state_restored(where), torch.enable_grad(), warnings.catch_warnings(), quiet_fake_kernels():
+    with ExitStack() as stack:
+        for context in (no_hooks_on_all_modules(), random_state_restored(where), torch.enable_grad()):
+            stack.enter_context(context)
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(quiet_fake_kernels())
         warnings.filterwarnings("ignore", message=".*fake tensor.*")
         # asked of a constant that the model added something to, when it meets a fake tensor
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptplan.blocks import no_hooks_on_all_modules
 from ckptplan.errors import StepMismatchError
 from ckptplan.plan import CheckpointPlan
 from ckptplan.proof import GradientCheck, StepPair, check_gradients_of, check_repeat, pair_of_model
@@ -68,9 +69,10 @@ def check_equality(
 ) -> EqualityCheck:
     """Run ``loss_fn(model, batch)`` and its backward with ``plan`` and without, and compare what they leave.
 
-    Compared are the loss, the gradient of each parameter relative to its own largest element, buffers, and where the
-    random streams stand afterwards; NaN, infinities and missing gradients are faults. Where the unplanned step does
-    not fit the device its saved tensors are held on the host. The model is left as it was.
+    Compared are the loss, the gradient of each parameter relative to its own largest element, buffers, the model's
+    Python attributes, and where the random streams stand afterwards; NaN, infinities and missing gradients are
+    faults. Where the unplanned step does not fit the device its saved tensors are held on the host. The model is left
+    as it was.
 
     Args:
         device: default: where the model's parameters are.
@@ -87,7 +89,7 @@ def check_equality(
     require_amount("atol", atol)
     where = torch.device(device) if device is not None else default_device(model, batch)
     pair = pair_of_model(model, plan, batch, loss_fn, where)
-    with random_state_restored(where), torch.inference_mode(False), torch.enable_grad():
+    with no_hooks_on_all_modules(), random_state_restored(where), torch.inference_mode(False), torch.enable_grad():
         check, note = check_gradients_of(pair, tolerance, atol)
         if check is not None and not check.passed:
             raise mismatch_error(pair, plan, check, tolerance, atol)
@@ -131,8 +133,9 @@ def origin_of(faults: Iterable[str], names: list[str]) -> str | None:
 
 
 def _subject(fault: str) -> str:
-    """What a fault is about: a parameter's or a buffer's name, or its whole text."""
-    name, separator, _ = fault.removeprefix("buffer ").partition(": " if ": " in fault else " differs")
+    """What a fault is about: the name of a parameter, a buffer or an attribute, or its whole text."""
+    text = fault.removeprefix("buffer ").removeprefix("attribute ")
+    name, separator, _ = text.partition(": " if ": " in fault else " differs")
     return name if separator else fault
 
 

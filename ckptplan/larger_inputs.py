@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,8 +60,20 @@ class LargestInputs:
                 f"({_text(before)}): the predicted peak does not hold for them. Measure and plan again with the "
                 "largest batch",
                 LargerBatchWarning,
-                stacklevel=2,
+                stacklevel=_callers_level(),
             )
+
+
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+def _callers_level() -> int:
+    """Which frame above the one that warns is the user's: the line that calls the model."""
+    frame = inspect.currentframe()
+    level = 0  # of this function; its caller, which warns, is 1
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:

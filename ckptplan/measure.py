@@ -31,6 +31,7 @@ from ckptplan.blocks import (
     SETTLED_FINGERPRINT,
     CheckpointableBlock,
     model_fingerprint,
+    no_hooks_on_all_modules,
     require_blocks,
     select_blocks,
 )
@@ -244,6 +245,7 @@ def _profile(
     if memory != "off":
         make_meter(device, memory)  # a wrong meter is told before work is spent
     with ExitStack() as stack:
+        stack.enter_context(no_hooks_on_all_modules())
         stack.enter_context(random_state_restored(device))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

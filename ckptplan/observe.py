@@ -41,7 +41,7 @@ from ckptplan.trees import (
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None), array.array, itertools.count)
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType)
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
-_DEPTH = 6  # how deep nested attribute values are looked into
+DEPTH = 6  # how deep nested attribute values are looked into
 # A first run may choose another algorithm than later ones, with other rounding.
 _FIRST_RTOL = 1e-2
 _FIRST_RTOL_HALF = 1e-1
@@ -241,7 +241,7 @@ def _argument_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     """Comparable values of the arguments; of their tensors only which they are."""
     named = {f"its argument {i} (a {type(a).__name__})": a for i, a in enumerate(args)}
     named |= {f"its argument {name!r} (a {type(a).__name__})": a for name, a in kwargs.items()}
-    return {name: _comparable(value, _DEPTH, id) for name, value in named.items()}
+    return {name: comparable(value, DEPTH, id) for name, value in named.items()}
 
 
 def _restore_buffers(module: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
@@ -254,26 +254,46 @@ def _restore_buffers(module: nn.Module, buffers: dict[str, torch.Tensor]) -> Non
 def attribute_state(module: nn.Module) -> dict[str, Any]:
     """Comparable values of the Python attributes of a module, its submodules and their classes, by dotted name."""
     parts = frozenset(id(part) for part in module.modules())
-    state = {}
-    for path, part in module.named_modules():
-        for name, value in vars(part).items():
-            if name not in _MODULE_INTERNALS:
-                state[f"{path}.{name}".lstrip(".")] = _comparable(value, _DEPTH, _values_of, parts)
+    state = instance_state(module)
     for kind in {kind for part in module.modules() for kind in type(part).__mro__ if not is_library(kind)}:
         for name, value in vars(kind).items():
             if not name.startswith("__") and not hasattr(type(value), "__get__"):  # no methods, no properties
-                state[f"{kind.__qualname__}.{name}"] = _comparable(value, _DEPTH, _values_of, parts)
+                state[f"{kind.__qualname__}.{name}"] = comparable(value, DEPTH, _values_of, parts)
     return state
+
+
+def instance_state(module: nn.Module) -> dict[str, Any]:
+    """``attribute_state`` without the classes."""
+    parts = frozenset(id(part) for part in module.modules())
+    named = attributes_by_name(module)
+    return {name: comparable(value, DEPTH, _values_of, parts) for name, (_, value) in named.items()}
+
+
+def attributes_by_name(module: nn.Module) -> dict[str, tuple[nn.Module, Any]]:
+    """Holder and value of the Python attributes of a module and its submodules, by dotted name."""
+    return {
+        f"{path}.{name}".lstrip("."): (part, value)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if name not in _MODULE_INTERNALS
+    }
 
 
 def _values_of(tensor: torch.Tensor) -> Any:
     return array_hash(tensor), tensor._version if tensor.numel() > MOST_HASHED else None
 
 
-def _comparable(
-    value: Any, depth: int, of_tensor: Callable[[torch.Tensor], Any], seen: frozenset[int] = frozenset()
+def comparable(
+    value: Any,
+    depth: int,
+    of_tensor: Callable[[torch.Tensor], Any],
+    seen: frozenset[int] = frozenset(),
+    of_opaque: Callable[[Any], Any] = id,
 ) -> Any:
-    """Equal for values that hold the same; objects in ``seen`` are described elsewhere."""
+    """Equal for values that hold the same; objects in ``seen`` are described elsewhere.
+
+    ``of_opaque`` stands for objects that cannot be looked into; by default two such are equal if they are one.
+    """
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, torch.Tensor):
@@ -283,11 +303,11 @@ def _comparable(
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, repr(value.tolist()) if value.dtype.hasobject else value.tobytes()
     if depth == 0 or isinstance(value, _OPAQUE) or id(value) in seen:
-        return id(value)
+        return of_opaque(value)
     seen = seen | {id(value)}
 
     def inside(items: Iterable[Any]) -> list[Any]:
-        return [_comparable(item, depth - 1, of_tensor, seen) for item in items]
+        return [comparable(item, depth - 1, of_tensor, seen, of_opaque) for item in items]
 
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
@@ -301,16 +321,18 @@ def _comparable(
         return inside([value.__func__, value.__self__])
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
-        return id(value), inside([*cells, *(value.__defaults__ or ()), vars(value)])
+        return of_opaque(value), inside([*cells, *(value.__defaults__ or ()), vars(value)])
     held = {name: item for name, item in attributes_of(value).items() if name != "_parameters"}
     if not held:
-        return id(value), repr(value)  # such as an iterator, which may show where it stands
+        return of_opaque(value), repr(value) if of_opaque is id else None  # an iterator may show where it stands
     return list(zip(held, inside(held.values()), strict=True))
 
 
 def _random_state(stream: Any) -> Any:
     if isinstance(stream, torch.Generator):
         return value_hash(stream.get_state())
+    if isinstance(stream, random.SystemRandom):
+        return None  # the machine's entropy has no state
     if isinstance(stream, random.Random):
         return stream.getstate()
     return repr(stream.bit_generator.state if isinstance(stream, np.random.Generator) else stream.get_state())

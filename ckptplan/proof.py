@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from ckptplan.apply import checkpointed
+from ckptplan.attributes import AttributeValues, KeptAttributes
+from ckptplan.blocks import no_hooks_on_all_modules
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.memory import CudaAllocatorMeter, MemoryMeter, make_meter
 from ckptplan.plan import CheckpointPlan
@@ -178,7 +180,7 @@ def pair_of_model(
         raise PlanIncompatibleError(faults)
     (twin,) = make_twin([model])
     try:
-        with no_parallel_calls():
+        with no_hooks_on_all_modules(), no_parallel_calls():
             own_written_weights(model, twin, lambda trial: loss_fn(trial, private_batch(batch)), device)
     except Exception as error:
         if not is_out_of_memory(error):  # whether the steps fit is found later
@@ -199,7 +201,7 @@ def pair_of_model(
 
 def peak_of_planned_step(pair: StepPair) -> int | None:
     """Activation peak of a planned step alone, in bytes; None: it does not fit the device."""
-    with random_state_restored(pair.device), torch.enable_grad():
+    with no_hooks_on_all_modules(), random_state_restored(pair.device), torch.enable_grad():
         _allocate_gradients(pair)
         return _peak_or_none(pair, pair.planned)[0]
 
@@ -305,11 +307,12 @@ class _Start:
 
     buffers: dict[str, torch.Tensor]
     streams: GlobalStreams
+    attributes: KeptAttributes
 
     @staticmethod
     def of(pair: StepPair) -> _Start:
         buffers = {name: b.detach().clone() for name, b in pair.buffers().items()}
-        return _Start(buffers, GlobalStreams.now(pair.device))
+        return _Start(buffers, GlobalStreams.now(pair.device), KeptAttributes.of(pair.twin))
 
     def restore(self, pair: StepPair) -> None:
         with torch.no_grad():
@@ -319,19 +322,21 @@ class _Start:
                 else:  # it was None before a forward made it
                     owner, _, last = name.rpartition(".")
                     setattr(pair.twin.get_submodule(owner), last, None)
+        self.attributes.put_back(pair.twin)
         self.streams.put_back(pair.device)
         pair.batch.renew()
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """All that a step leaves behind, on the host: loss, gradients (None: missing), buffers, random state."""
+    """All that a step leaves behind, on the host: loss, gradients (None: missing), buffers, streams, attributes."""
 
     loss: torch.Tensor
     gradients: Mapping[str, torch.Tensor | None]
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     random_states: Sequence[torch.Tensor] = ()
     library_states: tuple[Any, ...] = ()  # of Python's and NumPy's streams
+    attributes: AttributeValues = field(default_factory=lambda: AttributeValues({}, {}))
 
 
 def _outcome(pair: StepPair, step: Callable[[], torch.Tensor], start: _Start) -> StepOutcome:
@@ -346,7 +351,8 @@ def _outcome(pair: StepPair, step: Callable[[], torch.Tensor], start: _Start) ->
         if tensor.requires_grad:
             gradients[f"input {i}"] = None if tensor.grad is None else _on_host(tensor.grad)
     buffers = {name: _on_host(buffer) for name, buffer in pair.buffers().items()}
-    outcome = StepOutcome(_on_host(loss), gradients, buffers, torch_state(pair.device), library_state())
+    attributes = AttributeValues.of(pair.twin)
+    outcome = StepOutcome(_on_host(loss), gradients, buffers, torch_state(pair.device), library_state(), attributes)
     for tensor in (*pair.twin.parameters(), *inputs):
         tensor.grad = None
     return outcome
@@ -360,7 +366,10 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 def compare_outcomes(
     found: StepOutcome, expected: StepOutcome, reference: str, rtol: float, atol: float
 ) -> GradientCheck:
-    """Judge each parameter relative to its own largest gradient; NaN, missing gradients, changed buffers fail."""
+    """Judge each parameter relative to its own largest gradient; NaN, missing gradients, changed buffers fail.
+
+    So do Python attributes of the model with other values.
+    """
     faults: list[str] = []
     largest_abs = largest_rel = 0.0
     bitwise = torch.equal(found.loss, expected.loss)
@@ -389,6 +398,10 @@ def compare_outcomes(
         for name, right in expected.buffers.items()
         if name not in found.buffers or not _close(found.buffers[name], right, rtol, atol)
     ]
+    faults += [
+        f"attribute {name} differs after the step"
+        for name in _differing_attributes(found.attributes, expected.attributes, rtol, atol)
+    ]
     states = zip(found.random_states, expected.random_states, strict=True)
     if not all(torch.equal(left, right) for left, right in states):
         faults.append("the random stream stands elsewhere after the step")
@@ -403,6 +416,14 @@ def compare_outcomes(
         max_rel_diff=largest_rel if known and math.isfinite(largest_rel) else None,
         faults=tuple(faults),
     )
+
+
+def _differing_attributes(found: AttributeValues, expected: AttributeValues, rtol: float, atol: float) -> Iterator[str]:
+    for name in sorted(found.plain.keys() | expected.plain.keys()):
+        is_same = found.plain.get(name) == expected.plain.get(name)
+        tensors = zip(found.tensors[name], expected.tensors[name], strict=True) if is_same else ()
+        if not is_same or not all(_close(left, right, rtol, atol) for left, right in tensors):
+            yield name
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> bool:

@@ -44,7 +44,7 @@ def validate_plan(
         if plan.fingerprint and not _is_profiled(plan, blocks):
             faults.append(
                 "the model is not the one that was profiled (a class, setting, shape, dtype, requires_grad flag or "
-                "train mode differs); profile it again and make a new plan"
+                f"train mode differs); {_mode_remedy(blocks)}profile it again and make a new plan"
             )
     faults += _wrapper_faults(blocks)
     if example_inputs is not None and not isinstance(example_inputs, tuple):
@@ -54,6 +54,16 @@ def validate_plan(
             faults.append(f"no block takes the keyword argument {name!r}")
     if faults:
         raise PlanIncompatibleError(faults)
+
+
+def _mode_remedy(blocks: Sequence[CheckpointableBlock]) -> str:
+    """The likely reason first: a plan is put on before ``model.train()``."""
+    if any(block.module.training for block in blocks):
+        return ""
+    return (
+        "it is in eval mode: if it was profiled in train mode, call model.train() before the plan is put on (switching "
+        "to eval afterwards keeps the plan); else "
+    )
 
 
 def _is_profiled(plan: CheckpointPlan, blocks: Sequence[CheckpointableBlock]) -> bool:

@@ -48,6 +48,29 @@ def planned(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
+@pytest.mark.parametrize(("planner", "budget"), [("dp", 0.6), ("all", 1.0), ("none", 1.0), ("uniform", 0.6)])
+def test_what_runs_again_is_what_the_plan_and_its_summary_say(planner: str, budget: float) -> None:
+    """B27: counted inside each block, where a recomputation runs; and nowhere is it decided by something else."""
+    model, batch = Net(), batch_of(64)
+    runs = [0] * len(model.layers)
+
+    def count(index: int) -> Any:
+        def ran(*_: Any) -> None:
+            runs[index] += 1
+
+        return ran
+
+    for index, layer in enumerate(model.layers):
+        layer[0].register_forward_pre_hook(count(index))
+    with fit(model, batch, loss_fn, budget, planner=planner, say=None) as fitted:
+        loss_fn(model, batch).backward()
+        assert [1 + decision.checkpointed for decision in fitted.plan.decisions] == runs
+        assert fitted.summary.startswith(f"{sum(runs) - len(runs)} of {len(runs)} blocks recomputed")
+    assert (planner == "all") == (sum(runs) == 2 * len(runs))
+    loss_fn(model, batch).backward()
+    assert [n - 1 for n in runs] == [1 + decision.checkpointed for decision in fitted.plan.decisions]
+
+
 class TestOneCall:
     def test_the_step_is_the_plain_one_and_its_peak_is_the_predicted_one_within_the_budget(self) -> None:
         model, batch = Net(), batch_of(64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -169,3 +170,48 @@ def test_the_last_block_with_a_fault_is_where_it_begins() -> None:
     assert origin_of(faults, names) == "layers.10"
     assert origin_of(faults[:2], names) == "layers.1"
     assert origin_of(["head.weight: gradient differs", "the random stream stands elsewhere"], names) is None
+
+
+class Counts(nn.Module):
+    """How often it ran decides what it computes; a list and a tensor of its own tell of it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen, self.last = 0, [], torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.last = self.last + x.detach().mean(0)
+        return x * self.calls
+
+
+def test_both_steps_begin_with_the_same_attributes() -> None:
+    model = Net(Counts())
+    model.layers[1][-1].calls = 4
+    model.layers[1][-1].seen = [1, 2]
+    check = check_equality(model, plan_of("K0 K1 K2"), torch.randn(16, 8), loss_fn)  # the counting block is kept
+    assert check.bitwise_equal
+    assert (model.layers[1][-1].calls, model.layers[1][-1].seen) == (4, [1, 2])
+
+
+class CountsAside(Counts):
+    """What it counts does not reach the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(x)
+        return torch.tanh(x)
+
+
+def test_an_attribute_that_is_changed_twice_is_named() -> None:
+    told = r"first in block 'layers\.1': attribute layers\.1\.3\.calls differs"
+    with pytest.raises(StepMismatchError, match=told) as e:
+        check_equality(Net(CountsAside()), plan_of("K0 R(1) K2"), torch.randn(16, 8), loss_fn)
+    assert e.value.is_deterministic
+    assert {fault.split()[1] for fault in e.value.faults} == {f"layers.1.3.{n}" for n in ("calls", "seen", "last")}
+
+
+def test_objects_that_nobody_can_look_into_are_no_difference() -> None:
+    model = Net(Counts())
+    model.lock, model.anything, model.steps = threading.Lock(), object(), iter(range(3))
+    assert check_equality(model, plan_of("K0 K1 K2"), torch.randn(16, 8), loss_fn).bitwise_equal

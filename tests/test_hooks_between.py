@@ -7,8 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from ckptplan.apply import checkpointed
+from ckptplan.dry_run import verify_plan
+from ckptplan.equality import check_equality
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.measure import profile_model
 from ckptplan.plan import CheckpointPlan, blocks_of
@@ -88,3 +91,38 @@ def test_no_segment_is_planned_over_hooks_that_are_there_when_profiled(beside: b
         cost="flops",
     )
     assert not any(len(blocks_of([node])) > 1 and 0 in blocks_of([node]) for node in plan.nodes)
+
+
+class TestHooksOnAllModules:
+    """``torch.nn.modules.module.register_module_forward_hook`` and the like."""
+
+    def test_measuring_and_checking_do_not_reach_them(self) -> None:
+        model, batch, fired = Net(), torch.randn(8, WIDTH), []
+        handle = register_module_forward_hook(lambda *_: fired.append("forward"))
+        try:
+            profile = profile_model(model, None, batch, loss_fn, num_warmup=0, num_trials=1)
+            plan = CheckpointPlan.from_text("R(0) K1 K2", profile)
+            check_equality(model, plan, batch, loss_fn)
+            verify_plan(model, plan, batch, loss_fn)
+            assert fired == []
+            model(batch)
+            assert fired  # and it is there afterwards
+        finally:
+            handle.remove()
+        assert not nn.modules.module._global_forward_hooks
+
+    def test_no_segment_runs_over_what_they_see(self) -> None:
+        model, batch = Net(), torch.randn(8, WIDTH)
+        without = profile_model(model, "layers.*", batch, loss_fn, num_warmup=0, num_trials=1)
+        assert [block.before for block in without] == [None] * 3
+        handle = register_module_forward_hook(lambda *_: None)
+        try:
+            profile = profile_model(model, "layers.*", batch, loss_fn, num_warmup=0, num_trials=1)
+            assert [block.before is None for block in profile] == [True, False, False]
+            patch = checkpointed(model, CheckpointPlan.from_text("R(0 1) K2", NAMES))
+            with patch, pytest.raises(PlanIncompatibleError, match=r"hooks look at what 'layers\.0' hands to"):
+                model(batch)
+        finally:
+            handle.remove()
+        with checkpointed(model, CheckpointPlan.from_text("R(0 1) K2", NAMES)):
+            loss_fn(model, batch).backward()

@@ -20,7 +20,8 @@ errors units processes console config record graph options
 randomness runtime trees optim fakes wrappers blocks memory compiling recompute replay twin subject profiles selective
 stages
 signatures operators larger_inputs
-trace discovery observe kinds choices compiled_choices compiled_model regions tied assembly skeleton flow measure
+trace discovery observe attributes kinds choices compiled_choices compiled_model regions tied assembly skeleton flow
+measure
 plan gaps scaling targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
 planners.options planners.stairs planners.stretches planners.nested planners.milp
 planners.compiled planners.budgets planners.reasons planners

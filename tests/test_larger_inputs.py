@@ -89,3 +89,17 @@ def test_a_plan_written_by_hand_tells_nothing() -> None:
     model = Net()
     with checkpointed(model, CheckpointPlan.from_text("R(0) K1 K2", [f"layers.{i}" for i in range(3)])):
         assert not is_told(model, 5 * BATCH, LENGTH, WIDTH)
+
+
+def test_it_is_told_at_the_users_line_before_anything_runs() -> None:
+    model, ran = Net(), []
+    with checkpointed(model, planned(model)):
+        model.layers[0].register_forward_pre_hook(lambda *_: ran.append("block"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", LargerBatchWarning)
+            with pytest.raises(LargerBatchWarning):
+                step(model, BATCH + 1, LENGTH, WIDTH)
+        assert ran == []
+        with pytest.warns(LargerBatchWarning) as told:
+            model(torch.randn(BATCH + 2, LENGTH, WIDTH))
+    assert told[0].filename == __file__

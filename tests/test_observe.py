@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ckptplan.measure import profile_blocks, profile_model
+from ckptplan.observe import attribute_state
 from ckptplan.profiles import BlockProfile
 from tests.chains import declared, mean_square
 
@@ -562,3 +563,14 @@ def test_blocks_with_trained_statistics_are_one_kind() -> None:
     blocks = declared(layers)
     found = profile_blocks(blocks, (torch.randn(8, 8, requires_grad=True),), device="cpu", num_warmup=0, num_trials=1)
     assert len({block.kind for block in found[1:]}) == 1  # the first one's input comes from outside
+
+
+class HoldsEntropy(nn.Module):
+    stream = random.SystemRandom()  # which has no state to compare
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
+
+
+def test_a_source_of_entropy_in_a_class_is_no_obstacle() -> None:
+    assert attribute_state(HoldsEntropy()) == attribute_state(HoldsEntropy())

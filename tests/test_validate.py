@@ -68,6 +68,18 @@ def test_a_changed_model_is_refused(model, plan, change: Callable[[nn.Module], o
         checkpointed(model, plan)
 
 
+def test_a_model_in_eval_mode_is_told_what_to_do(model, plan) -> None:
+    model.eval()
+    with pytest.raises(
+        PlanIncompatibleError, match=r"in eval mode: .* call model\.train\(\) before the plan is put on"
+    ):
+        checkpointed(model, plan)
+    model.train()
+    with checkpointed(model, plan):
+        model.eval()
+        model(torch.randn(4, 8)).sum().backward()
+
+
 def test_other_blocks_and_another_order_are_refused(model, plan) -> None:
     other = declare_blocks(model, [("0", model[1]), ("2", model[0]), ("1", model[2])])
     with pytest.raises(

@@ -1,0 +1,74 @@
+"""The Python attributes of a model around a step: put back before it, compared behind it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptplan.observe import DEPTH, attributes_by_name, comparable, instance_state
+from ckptplan.twin import CANNOT_COPY
+
+
+@dataclass(frozen=True)
+class KeptAttributes:
+    """What a model's attributes were. Those of its classes, which other models share, are left alone."""
+
+    values: dict[str, Any]
+    state: dict[str, Any]  # what tells whether one was changed
+
+    @staticmethod
+    def of(model: nn.Module) -> KeptAttributes:
+        values = {name: _copied(value, model) for name, (_, value) in attributes_by_name(model).items()}
+        return KeptAttributes(values, instance_state(model))
+
+    def put_back(self, model: nn.Module) -> None:
+        """Attributes that changed get the kept values, new ones go."""
+        now = instance_state(model)
+        for name, (holder, _) in attributes_by_name(model).items():
+            last = name.rpartition(".")[2]
+            if name not in self.values:
+                delattr(holder, last)
+            elif now[name] != self.state[name]:
+                vars(holder)[last] = _copied(self.values[name], model)
+        for name in self.values.keys() - now.keys():
+            owner, _, last = name.rpartition(".")
+            vars(model.get_submodule(owner))[last] = _copied(self.values[name], model)
+
+
+def _copied(value: Any, model: nn.Module) -> Any:
+    """A deep copy that holds the same modules, parameters and buffers; what cannot be copied is itself."""
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    same = (*model.modules(), *model.parameters(), *model.buffers())
+    try:
+        return copy.deepcopy(value, {id(part): part for part in same})
+    except CANNOT_COPY:
+        return value
+
+
+@dataclass(frozen=True)
+class AttributeValues:
+    """What a model's attributes hold, by dotted name: all but the tensors, and these on the host."""
+
+    plain: dict[str, Any]
+    tensors: dict[str, list[torch.Tensor]]
+
+    @staticmethod
+    def of(model: nn.Module) -> AttributeValues:
+        parts = frozenset(id(part) for part in (*model.modules(), *model.parameters(), *model.buffers()))
+        plain: dict[str, Any] = {}
+        tensors: dict[str, list[torch.Tensor]] = {}
+        for name, (_, value) in attributes_by_name(model).items():
+            found = tensors[name] = []
+
+            def note(tensor: torch.Tensor, found: list[torch.Tensor] = found) -> tuple[str, torch.Size]:
+                if id(tensor) not in parts:
+                    found.append(tensor.detach().to("cpu", copy=True))
+                return str(tensor.dtype), tensor.shape
+
+            plain[name] = comparable(value, DEPTH, note, parts, lambda opaque: type(opaque).__qualname__)
+        return AttributeValues(plain, tensors)
