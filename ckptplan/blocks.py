@@ -143,11 +143,15 @@ def _path_matches(path: str, pattern: str) -> bool:
 
 
 def block_lists(model: nn.Module, least: int = 2) -> list[tuple[str, nn.Module]]:
-    """Every ModuleList and Sequential of so many members or more that lies in no other one, by path."""
+    """Every ModuleList and Sequential of so many members or more that lies in no other one, by path.
+
+    A list of lists only (the stages of a network) is none: its members have no forward.
+    """
     found: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
         is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= least
-        if is_list and not any(path.startswith(f"{outer}.") or not outer for outer, _ in found):
+        is_outer = is_list and all(isinstance(member, (nn.ModuleList, nn.ModuleDict)) for member in module.children())
+        if is_list and not is_outer and not any(path.startswith(f"{outer}.") or not outer for outer, _ in found):
             found.append((path, module))
     return found
 

@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CANNOT_COPY = (TypeError, RuntimeError, NotImplementedError, ValueError, AttributeError)
-# weight_norm and spectral_norm (the older forms) compute the weight in a forward pre-hook.
-_WEIGHT_HOOK_MODULES = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
+# weight_norm and spectral_norm (the older forms) and pruning compute the weight in a forward pre-hook.
+_WEIGHT_HOOK_MODULES = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm", "torch.nn.utils.prune")
 
 
 def make_twin(value: T) -> T:
@@ -104,9 +104,9 @@ def _rebound_function(function: types.FunctionType, known: Mapping[int, nn.Modul
 
 
 def computed_weights(module: nn.Module) -> set[str]:
-    """Attributes that the older weight_norm and spectral_norm compute before every forward."""
-    hooks = module._forward_pre_hooks.values()
-    return {str(getattr(hook, "name", "")) for hook in hooks if type(hook).__module__ in _WEIGHT_HOOK_MODULES}
+    """Attributes that the older weight_norm and spectral_norm, and pruning, compute before every forward."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__module__ in _WEIGHT_HOOK_MODULES]
+    return {str(getattr(hook, "name", None) or getattr(hook, "_tensor_name", "")) for hook in hooks}
 
 
 def _modules_in(value: Any) -> list[nn.Module]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -73,6 +74,14 @@ class WeightNorm(Mlp):
     def __init__(self) -> None:
         super().__init__()
         nn.utils.parametrizations.weight_norm(self.up)
+
+
+class Pruned(Mlp):
+    """A mask computes the weight before each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.nn.utils.prune.random_unstructured(self.up, "weight", 0.3)
 
 
 class MovingAverage(Mlp):

@@ -349,6 +349,7 @@ ENTRIES = [
     Entry("frozen batch norm", "train mode differs within a block", frozen_norms),
     Entry("spectral norm", "a power iteration in two buffers", stack(kind.SpectralNorm)),
     Entry("weight norm", "a parametrization computes the weight", stack(kind.WeightNorm)),
+    Entry("pruned", "a mask and a hook compute the weight", stack(kind.Pruned, lambda: torch.randn(64, 64, WIDTH))),
     Entry("moving average", "a buffer that the forward changes and uses", stack(kind.MovingAverage)),
     Entry("call counter", "a Python attribute that changes", stack(kind.CountsCalls), kept="attribute 'calls'"),
     Entry(
