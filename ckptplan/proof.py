@@ -225,7 +225,7 @@ def prove(
     require_amount("atol", atol)
     check: GradientCheck | None = None
     note: str | None = None if check_gradients else "not asked for"
-    with random_state_restored(pair.device), torch.enable_grad():
+    with no_hooks_on_all_modules(), random_state_restored(pair.device), torch.enable_grad():
         if check_gradients and not run_plain:
             note = "the unplanned step does not fit the device"
         elif check_gradients:
@@ -359,8 +359,12 @@ def _outcome(pair: StepPair, step: Callable[[], torch.Tensor], start: _Start) ->
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, of a sharded tensor of this rank's part; gradients of sparse embeddings are made dense for comparison."""
-    return local(tensor.detach()).to("cpu", copy=True).to_dense()
+    """A copy for comparison, of a sharded tensor of this rank's part.
+
+    Sparse gradients are made dense, complex numbers pairs of real ones.
+    """
+    copied = local(tensor.detach()).to("cpu", copy=True).to_dense()
+    return torch.view_as_real(copied.resolve_conj()) if copied.is_complex() else copied
 
 
 def compare_outcomes(

@@ -95,3 +95,22 @@ def test_lists_that_do_not_run_are_told_with_the_reason() -> None:
 
     with pytest.raises(BlockDeclarationError, match=r"no list of Never runs as blocks: layers \(does not run\)"):
         find_blocks(Never(), torch.randn(2, 8), square_loss, CPU)
+
+
+class Stages(nn.Module):
+    """A list of lists, as of a network in stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList(Feed(16 * (i + 1)) for _ in range(2)) for i in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            for layer in stage:
+                x = layer(x)
+        return x
+
+
+def test_lists_of_lists_are_looked_into() -> None:
+    blocks = find_blocks(Stages(), torch.randn(4, 32), square_loss, CPU).blocks
+    assert [block.block_id for block in blocks] == [f"stages.{i}.{j}" for i in range(3) for j in range(2)]

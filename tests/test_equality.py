@@ -215,3 +215,17 @@ def test_objects_that_nobody_can_look_into_are_no_difference() -> None:
     model = Net(Counts())
     model.lock, model.anything, model.steps = threading.Lock(), object(), iter(range(3))
     assert check_equality(model, plan_of("K0 K1 K2"), torch.randn(16, 8), loss_fn).bitwise_equal
+
+
+def test_complex_gradients_are_compared_whole() -> None:
+    """The real parts are the same."""
+    found, expected = (outcome_with(torch.tensor([1 + imaginary * 1j])) for imaginary in (1.0, 2.0))
+    assert compare_outcomes(expected, expected, "", 1e-5, 0.0).passed
+    check = compare_outcomes(found, expected, "", 1e-5, 0.0)
+    assert check.faults == ("w: gradient differs by 1, its largest element is 2",)
+
+
+def outcome_with(gradient: Tensor) -> StepOutcome:
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.cfloat))
+    weight.grad = gradient
+    return StepOutcome(torch.tensor(1.0), {"w": proof_module._on_host(weight.grad)})
