@@ -489,3 +489,30 @@ def test_odd_chains_are_predicted_too(name: str, loss: Callable[[Any], Tensor]) 
         predicted = simulate_plan(profile, parse_plan_text(text)).peak_bytes
         assert predicted == pytest.approx(result.activation_peak_bytes, abs=8)
         assert result.bitwise_equal
+
+
+def test_a_block_with_dropout_is_replayed_for_fewer_flops_as_predicted_and_bit_equal() -> None:
+    torch.manual_seed(0)
+    model = GPT(layers=3, width=32, heads=2, sequence_length=32, dropout=0.1)
+    tokens = torch.randint(0, 256, (2, 33))
+    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+    def loss_fn(module: nn.Module, given: Any) -> Tensor:
+        return nn.functional.cross_entropy(module(given[0]).flatten(0, 1), given[1].flatten())
+
+    profile = profile_model(model, None, batch, loss_fn, device="cpu", num_warmup=0, num_trials=1)
+    by_checkpoint = replace(profile, blocks=tuple(replace(b, selective=()) for b in profile))
+    plans = [
+        plan_checkpoints(p, target_kind="activation_budget_fraction", target_value=0.6, cost="flops")
+        for p in (profile, by_checkpoint)
+    ]
+    assert "S0[]" in plans[0].text
+    assert {d.executor for d in plans[0].decisions if d.checkpointed} == {"replay"}
+    assert {d.executor for d in plans[1].decisions if d.checkpointed} == {"checkpoint"}
+    assert plans[0].predicted_cost < 0.8 * plans[1].predicted_cost
+    for plan in plans:
+        proof = prove_model(model, plan, batch, loss_fn, device=torch.device("cpu"), trials=Trials(0, 1))
+        assert proof.gradients is not None
+        assert proof.gradients.bitwise_equal
+        assert abs(plan.predicted_peak_bytes - proof.peak_bytes) <= 0.01 * proof.peak_bytes
+        assert proof.peak_bytes <= plan.budget_bytes
