@@ -257,9 +257,10 @@ def _ended(result: RunResult, stop: StopFlag, states: RunStates, ranks: Ranks) -
         result.status, result.error = "infeasible", ErrorRecord(type(error).__name__, str(error))
         result.memory.smallest_reachable_bytes = error.smallest_reachable_bytes
         result.budget.bytes = error.budget_bytes
-        log.error("no plan fits: %s", error)
+        say = log.error if ranks.is_first else log.debug  # all ranks end with this one
+        say("no plan fits: %s", error)
         if error.smallest_reachable_bytes is not None:
-            log.error("the least budget that works here: budget_bytes=%d", error.smallest_reachable_bytes)
+            say("the least budget that works here: budget_bytes=%d", error.smallest_reachable_bytes)
     except (RunInterruptedError, KeyboardInterrupt) as error:
         if stop.signal_number is None:
             stop.request(2)
@@ -269,7 +270,7 @@ def _ended(result: RunResult, stop: StopFlag, states: RunStates, ranks: Ranks) -
         result.error = ErrorRecord(type(error).__name__, "ended by a signal", stop.signal_name)
         newest = result.state.path
         told = "there was no update: nothing to save" if newest is None else f"the newest state is {newest}"
-        log.warning("interrupted (%s); %s", stop.signal_name, told)
+        (log.warning if ranks.is_first else log.debug)("interrupted (%s); %s", stop.signal_name, told)
     except StepMismatchError as error:
         result.status, result.error = "mismatch", ErrorRecord("GradientMismatch", str(error))
         log.error("nothing is trained: %s", error)

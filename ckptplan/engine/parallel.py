@@ -20,10 +20,17 @@ from ckptplan.plan import CheckpointPlan, blocks_of
 from ckptplan.profiles import modules_of
 from ckptplan.proof import Engine
 from ckptplan.randomness import random_state_restored
-from ckptplan.trees import sharded_bytes
+from ckptplan.trees import sharded_bytes, tensors_in
 from ckptplan.twin import make_twin
 
-_GLOO_LETS_GO_S = 0.005
+# By name in torch.distributed, of the releases from 2.6 on.
+_COLLECTIVES_OF_FSDP2 = (
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+)
+_GLOO_LETS_GO_S = 1.0  # the longest that its thread is waited for
 
 
 @dataclass
@@ -126,30 +133,45 @@ def measured_under(make: Callable[[nn.Module], Parallel]) -> Engine:
     """The engine that ``make`` puts a twin under, for the proof of a plan."""
     if "nccl" in dist.get_backend():
         return Engine(lambda twin: make(twin).module)
-    return Engine(lambda twin: make(twin).module, settled=_threads_of_gloo_waited_for, peak_trials=5)
+    return Engine(lambda twin: make(twin).module, settled=_threads_of_gloo_waited_for, peak_trials=6)
 
 
 @contextlib.contextmanager
 def _threads_of_gloo_waited_for() -> Iterator[None]:
-    """After each collective of FSDP2 gloo's thread gets the time to let go of the tensors.
+    """Each collective of FSDP2 returns when gloo's thread has let go of the tensors too.
 
-    It does so a moment after the collective is done, so that by chance a buffer or two stand in memory longer.
+    By itself that happens a moment after the collective is done, so that by chance a buffer or two stand in memory
+    longer.
     """
-    plain = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+    plain = {name: getattr(dist, name) for name in _COLLECTIVES_OF_FSDP2 if hasattr(dist, name)}
 
     def waiting(collective: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
+            storages = [tensor.untyped_storage() for tensor in tensors_in((args, kwargs))]
+            held = [_num_users(storage) for storage in storages]
             work = collective(*args, **kwargs)
-            time.sleep(_GLOO_LETS_GO_S)
+            deadline_s = time.monotonic() + _GLOO_LETS_GO_S
+            while time.monotonic() < deadline_s and any(
+                _num_users(storage) > before for storage, before in zip(storages, held, strict=True)
+            ):
+                time.sleep(2e-4)
             return work
 
         return run
 
-    dist.all_gather_into_tensor, dist.reduce_scatter_tensor = waiting(plain[0]), waiting(plain[1])
+    for name, collective in plain.items():
+        setattr(dist, name, waiting(collective))
     try:
         yield
     finally:
-        dist.all_gather_into_tensor, dist.reduce_scatter_tensor = plain
+        for name, collective in plain.items():
+            setattr(dist, name, collective)
+
+
+def _num_users(storage: torch.UntypedStorage) -> int:
+    """How many tensors, anywhere in the process, hold the storage; 0 where this torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return 0 if count is None else int(count(storage._cdata))
 
 
 def gradient_order(
