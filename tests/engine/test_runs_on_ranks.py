@@ -1,0 +1,162 @@
+"""Whole runs on several ranks, as a user starts them: against one process, killed, gone on with, joined."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ckptplan.record import load_metrics, load_result
+
+REPOSITORY = Path(__file__).parents[2]
+TINY = (
+    "debug=fast data=synthetic_tokens data.sequence_length=16 data.vocab_size=32 data.batch_size=8 data.num_samples=60 "
+    "data.num_eval_samples=8 model.layers=2 model.width=16 model.heads=2 runtime=cpu logger=none cost=flops "
+    "report=false planner=all budget_frac=1 proof.latency_trials=0 profile.num_trials=1 scheduler=constant scheduler.warmup_steps=0"
+).split()
+SAVES = ("state=sync", "state.every=1")
+ENDS_WITHIN_S = 60
+
+
+def start(folder: Path, *overrides: str, by: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    where = () if any(text.startswith("resume=") for text in overrides) else (f"hydra.run.dir={folder}",)
+    return subprocess.Popen(
+        [sys.executable, *by, str(REPOSITORY / "train.py"), *TINY, *where, *overrides],
+        cwd=folder.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def run(folder: Path, *overrides: str, by: tuple[str, ...] = ()) -> tuple[int, str]:
+    process = start(folder, *overrides, by=by)
+    told, _ = process.communicate(timeout=300)
+    return process.returncode, told
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["train/loss"] for row in load_metrics(folder) if "train/loss" in row]
+
+
+def worker(process: subprocess.Popen[str], rank: int) -> psutil.Process:
+    """The process of a rank: a child of the run's own."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return next(child for child in children if child.environ().get("RANK") == str(rank))
+
+
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+    deadline_s = time.monotonic() + 200
+    while time.monotonic() < deadline_s and process.poll() is None:
+        if (folder / "metrics.jsonl").is_file() and len(losses(folder)) >= step:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"step {step} never came: {process.communicate()[0]}")
+
+
+def test_a_killed_rank_ends_all_and_the_run_goes_on_as_one_process_would(tmp_path: Path) -> None:
+    """The shards of two ranks are saved after each step; epochs end with a short batch of 4."""
+    folder = tmp_path / "sharded"
+    process = start(folder, "engine=fsdp2", "engine.nproc=2", "steps=100000", *SAVES)
+    wait_for_step(process, folder, 9)
+    worker(process, 1).kill()
+    started_s = time.monotonic()
+    told, _ = process.communicate(timeout=120)
+    assert time.monotonic() - started_s < ENDS_WITHIN_S
+    result = load_result(folder)
+    assert (process.returncode, result["status"]) == (1, "failed")
+    assert result["error"]["signal"] == "SIGKILL"
+    assert "rank 1 was ended by SIGKILL" in result["error"]["message"]
+    assert "rank 1 was ended by SIGKILL" in told
+    done = int(max(path.name.partition("-")[2] for path in (folder / "state").glob("step-*")))
+    code, told = run(folder, "engine=fsdp2", "engine.nproc=2", f"steps={done + 3}", *SAVES, f"resume={folder}")
+    assert code == 0, told
+    resumed = load_result(folder)
+    assert resumed["state"]["resumed_step"] == done
+    code, told = run(tmp_path / "alone", f"steps={done + 3}", "state=off")
+    assert code == 0, told
+    assert losses(folder) == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+    assert len(losses(folder)) == done + 3
+    assert [row["rank"] for row in resumed["engine"]["per_rank"]] == [0, 1]
+    for row in resumed["engine"]["per_rank"]:
+        assert abs(row["prediction_error"]) <= 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_saved_on_four_ranks_it_goes_on_on_two_and_on_one(tmp_path: Path, engine: str) -> None:
+    folder = tmp_path / "run"
+    for steps, ranks, resume in ((4, 4, ()), (7, 2, (f"resume={folder}",)), (9, 1, (f"resume={folder}",))):
+        code, told = run(folder, f"engine={engine}", f"engine.nproc={ranks}", f"steps={steps}", *SAVES, *resume)
+        assert code == 0, told
+    code, told = run(tmp_path / "alone", "steps=9", "state=off")
+    assert code == 0, told
+    assert losses(folder) == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_make_one_folder_and_a_signal_to_one_stops_all_at_the_same_step(tmp_path: Path) -> None:
+    folder = tmp_path / "joined"
+    by = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-endpoint", "localhost:0")
+    process = start(folder, "engine=ddp", "steps=100000", "state=sync", by=(*by, "--rdzv-backend", "c10d"))
+    wait_for_step(process, folder, 3)
+    worker(process, 1).send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    result = load_result(folder)
+    assert result["status"] == "interrupted"
+    assert result["state"]["step"] == len(losses(folder))
+    assert result["engine"]["ranks"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["joined"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("engine=ddp", "engine.nproc=3"), "data.batch_size=8: it is the size over all ranks"),
+        (("engine=fsdp2", "engine.nproc=2", "engine.tp=2"), "engine.tp=2: tensor parallel meshes are not there yet"),
+        (("engine.nproc=2",), "engine.nproc=2: engine=single is one process"),
+        (("engine=fsdp2", "engine.nproc=2", "runtime.dtype=fp16_mixed"), "no loss scaling over shards"),
+        (("engine=dpp",), "engine=dpp: there is no such option"),
+    ],
+)
+def test_what_no_ranks_can_run_is_refused_before_any_is_started(
+    tmp_path: Path, overrides: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    from ckptplan import cli
+
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*TINY, *overrides]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_process_is_not_run_many_times_by_a_launcher(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    from ckptplan import cli
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert cli.main([*TINY]) == 2
+    assert "a launcher started 4 processes" in capsys.readouterr().err
+
+
+def test_slurm_is_read_as_torchrun(monkeypatch: Any) -> None:
+    from ckptplan import launched
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "x")  # so that it is taken away again afterwards
+        monkeypatch.delenv(name)
+    for name, value in {
+        "PROCID": "5", "STEP_NUM_TASKS": "8", "LOCALID": "1", "STEP_TASKS_PER_NODE": "4(x2)", "JOB_ID": "123456",
+        "STEP_NODELIST": "node[07-08]",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    launched.name_slurm_ranks_as_torchrun()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert [os.environ[name] for name in names] == ["5", "8", "1", "4", "node07", "23456"]
+    assert [launched.first_host(text) for text in ("a", "a,b", "gpu[1,3-4],x")] == ["a", "a", "gpu1"]
