@@ -19,7 +19,8 @@ REPOSITORY = Path(__file__).parents[2]
 TINY = (
     "debug=fast data=synthetic_tokens data.sequence_length=16 data.vocab_size=32 data.batch_size=8 data.num_samples=60 "
     "data.num_eval_samples=8 model.layers=2 model.width=16 model.heads=2 runtime=cpu logger=none cost=flops "
-    "report=false planner=all budget_frac=1 proof.latency_trials=0 profile.num_trials=1 scheduler=constant scheduler.warmup_steps=0"
+    "report=false planner=all budget_frac=1 proof.latency_trials=0 profile.num_trials=1 "
+    "scheduler=constant scheduler.warmup_steps=0"
 ).split()
 SAVES = ("state=sync", "state.every=1")
 ENDS_WITHIN_S = 60
