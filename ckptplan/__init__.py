@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckptplan.certificate import Certificate, certify
     from ckptplan.check import check_plan
     from ckptplan.curve import CurvePoint, PlanCurve, plan_curve
+    from ckptplan.devices import Calibration
     from ckptplan.dry_run import VerifiedPeak, verify_plan
     from ckptplan.equality import EqualityCheck, check_equality
     from ckptplan.errors import (
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         UnsupportedBoundaryError,
         UnsupportedPlanVersionError,
     )
+    from ckptplan.estimate import EstimatedRange, estimate_profile, estimated_range
     from ckptplan.explanation import BlockExplanation, PlanExplanation, explain
     from ckptplan.measure import profile_blocks, profile_model
     from ckptplan.plan import (
@@ -58,6 +60,10 @@ _MODULE_OF_NAME = {
     "declare_blocks": "blocks",
     "profile_blocks": "measure",
     "profile_model": "measure",
+    "estimate_profile": "estimate",
+    "estimated_range": "estimate",
+    "EstimatedRange": "estimate",
+    "Calibration": "devices",
     "StageCost": "profiles",
     "SelectiveOption": "profiles",
     "CompiledOption": "profiles",
@@ -120,6 +126,10 @@ __all__ = [  # noqa: RUF022 - data-path order
     "declare_blocks",
     "profile_blocks",
     "profile_model",
+    "estimate_profile",
+    "estimated_range",
+    "EstimatedRange",
+    "Calibration",
     "StageCost",
     "SelectiveOption",
     "CompiledOption",

@@ -14,12 +14,13 @@ from torch import nn
 
 from ckptplan.apply import checkpointed
 from ckptplan.blocks import CheckpointableBlock
-from ckptplan.budget import CUDA_MARGIN, StaticBytes, static_bytes
+from ckptplan.budget import CUDA_MARGIN
 from ckptplan.compiled_choices import COMPILED_BUDGETS
 from ckptplan.compiled_model import COMPILED_MODEL_BUDGETS
 from ckptplan.equality import EqualityCheck, check_equality
 from ckptplan.errors import InfeasibleTargetError
 from ckptplan.explanation import weight_copies_text
+from ckptplan.footprint import StaticBytes, static_bytes
 from ckptplan.measure import profile_model
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import PLANNERS_THAT_COMPILE, PLANNERS_WITH_OPTIONS, plan_checkpoints, shown_name

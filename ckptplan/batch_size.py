@@ -13,9 +13,10 @@ from torch import nn
 
 from ckptplan.autofit import allowed_bytes, parse_budget, static_of
 from ckptplan.blocks import CheckpointableBlock
-from ckptplan.budget import StaticBytes, least_peak_of
+from ckptplan.budget import least_peak_of
 from ckptplan.dry_run import verify_plan
 from ckptplan.errors import DryRunError, InfeasibleTargetError
+from ckptplan.footprint import StaticBytes
 from ckptplan.measure import profile_model
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import PLANNERS_WITH_OPTIONS, no_checkpoint_peak, plan_checkpoints

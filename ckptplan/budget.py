@@ -7,55 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from ckptplan.config import RunConfig, config_error
 from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError
-from ckptplan.optim import optimizer_state_bytes
+from ckptplan.footprint import Room, StaticBytes, room_of
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import least_flat_peak, least_nested_peak, least_whole_peak, plan_checkpoints, smallest_reachable
 from ckptplan.planners.budgets import budget_for
 from ckptplan.profiles import ChainProfile
 from ckptplan.simulate import no_checkpoint_peak
-from ckptplan.trees import distinct_storages, sharded_bytes, tensors_in
+from ckptplan.units import format_bytes
 
 # Share of a CUDA budget left to what the allocator's statistics do not show between stages, unless margin_frac
 # says another. Stated in result.json; not calibrated on a device yet. On a CPU measured bytes are exact.
 CUDA_MARGIN = 0.01
-AUTO_HEADROOM = 0.1  # share of the free memory that budget=auto leaves alone
-
-
-@dataclass(frozen=True)
-class StaticBytes:
-    """What stands on the device during a step beside activations; optimizer None: not known."""
-
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int | None
-    batch_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int | None:
-        if self.optimizer_bytes is None:
-            return None
-        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.batch_bytes
-
-
-def static_bytes(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any = (), num_shards: int = 1
-) -> StaticBytes:
-    """Parameters and buffers, gradients, the batch, and the optimizer state that the first step will bring.
-
-    ``num_shards``: over so many ranks FSDP2 shares parameters, gradients and state; the largest share is counted.
-    """
-    buffers = {id(t): t for t in model.buffers()}
-    return StaticBytes(
-        weights_bytes=sum(sharded_bytes(p, num_shards) for p in model.parameters())
-        + sum(t.numel() * t.element_size() for t in buffers.values()),
-        gradients_bytes=sum(sharded_bytes(p, num_shards) for p in model.parameters() if p.requires_grad),
-        optimizer_bytes=optimizer_state_bytes(optimizer, num_shards),
-        batch_bytes=sum(t.untyped_storage().nbytes() for t in distinct_storages(tensors_in(batch))),
-    )
 
 
 @dataclass(frozen=True)
@@ -71,16 +36,23 @@ class PlannedRun:
 
 
 def plan_for_budget(
-    profile: ChainProfile, config: RunConfig, static: StaticBytes, device: torch.device, reserve_bytes: int = 0
+    profile: ChainProfile,
+    config: RunConfig,
+    static: StaticBytes,
+    device: torch.device,
+    reserve_bytes: int = 0,
+    room: Room | None = None,
 ) -> PlannedRun:
     """The configured planner's plan for the configured budget, of which ``reserve_bytes`` more are left alone.
+
+    ``room``: of a device that is not there, for ``budget=auto``; None: what ``device`` has.
 
     Raises:
         InfeasibleTargetError: no plan of the planner's kind fits.
         ConfigError: a device budget that the weights, gradients and optimizer state alone exceed; a plan of the
             user's that is none for this model; an option that the planner does not have.
     """
-    kind, value, options = _target(config, static, device)
+    kind, value, options = _target(config, static, device, room)
     margin, share = 0, config.margin_frac
     if share is None:
         share = CUDA_MARGIN if device.type == "cuda" else 0.0
@@ -139,11 +111,14 @@ def _note_on_stored(path: str, profile: ChainProfile) -> str | None:
     return f"{path} was made under autocast {then}, this run has {now}; its peak and cost are predicted anew"
 
 
-def _target(config: RunConfig, static: StaticBytes, device: torch.device) -> tuple[str, int | float, dict[str, Any]]:
+def _target(
+    config: RunConfig, static: StaticBytes, device: torch.device, room: Room | None
+) -> tuple[str, int | float, dict[str, Any]]:
     """(target kind, value, options) for ``plan_checkpoints``."""
     target = config.target
     if target.key == "auto":
-        return "activation_budget_bytes", _free_bytes(static, device), {}
+        room = room or room_of(device, static.weights_bytes + static.batch_bytes)
+        return "activation_budget_bytes", _auto_bytes(static, room), {}
     assert target.value is not None  # only "auto" has no value
     if target.key != "device_budget_bytes":
         return target.target_kind, target.value, {}
@@ -160,16 +135,31 @@ def _target(config: RunConfig, static: StaticBytes, device: torch.device) -> tup
     return target.target_kind, target.value, {"static_bytes": static.total_bytes}
 
 
-def _free_bytes(static: StaticBytes, device: torch.device) -> int:
-    """What is free now, less gradients and optimizer state that are yet to come, less the headroom."""
-    if static.optimizer_bytes is None:
+def _auto_bytes(static: StaticBytes, room: Room) -> int:
+    """What the device has left for activations once all else stands, and at least what the optimizer's step takes."""
+    if static.total_bytes is None:
         raise config_error("budget", "auto", "the optimizer's state is not known before its first step")
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_host_bytes()
-    return max(0, int(free * (1 - AUTO_HEADROOM)) - static.gradients_bytes - static.optimizer_bytes)
+    left = room.left_bytes - static.total_bytes
+    least = max(static.optimizer_step_bytes or 0, 1)
+    if left < least:
+        raise InfeasibleTargetError(_too_small(static, room), budget_bytes=max(0, left), limited_by="weights")
+    return left
 
 
-def available_host_bytes() -> int:
-    """Memory of the machine that a process can still get without swapping."""
-    import psutil
-
-    return int(psutil.virtual_memory().available)
+def _too_small(static: StaticBytes, room: Room) -> str:
+    rows = {
+        "weights": static.weights_bytes,
+        "gradients": static.gradients_bytes,
+        "optimizer state": static.optimizer_bytes or 0,
+        "gathered": static.gathered_bytes,
+        "batch": static.batch_bytes,
+        "the optimizer's own step": static.optimizer_step_bytes or 0,
+    }
+    told = ", ".join(f"{name} {format_bytes(size)}" for name, size in rows.items() if size)
+    needed, has = sum(rows.values()), room.left_bytes
+    return (
+        f"{room.title} has {format_bytes(has)} of {format_bytes(room.total_bytes)} for training, and {told} take "
+        f"{format_bytes(needed)} before any activation: {format_bytes(needed - has)} too much. What would help: an "
+        "optimizer with less state, a half precision format (runtime.dtype=bfloat16), a larger device, or sharding "
+        "(runtime.shards=8 plans for FSDP)"
+    )

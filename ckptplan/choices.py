@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from ckptplan.clock import now_s
 from ckptplan.graph import Output
 from ckptplan.kinds import Kind, block_forward, settled_bytes, with_loss
 from ckptplan.memory import make_meter
@@ -25,6 +25,7 @@ from ckptplan.randomness import random_state_restored
 from ckptplan.replay import Recorder, run_recorded, run_replayed
 from ckptplan.stages import StageForward, backward_peak_with_inputs_held, stage_flops, time_stage, weight_copies
 from ckptplan.trace import autocast_as
+from ckptplan.trees import has_values
 
 Synchronize = Callable[[], None]  # waits for the device
 
@@ -94,6 +95,8 @@ def find_choices(kind: Kind, how: Measuring) -> Choices:
     """The options of a kind whose kept run was measured: those that no other one beats in bytes and in FLOPs."""
     if not kind.differentiable:
         return Choices(refused="no gradient flows through its output, so it saves nothing")
+    if not all(has_values(t) for t in (*kind.call.boundary, *kind.module.parameters())):
+        return Choices(refused="only a run with values tells whether a replay gives what the block gave")
     if kind.call.first.graph_kept_in is not None:
         name = kind.call.first.graph_kept_in
         return Choices(refused=f"it keeps a tensor with its graph in {name!r}, which lives on beside what is measured")
@@ -138,10 +141,10 @@ class _Stopwatch(Recorder):
 
     def unpack(self, saved: Any) -> torch.Tensor:
         self.synchronize()
-        start_s = time.perf_counter()
+        start_s = now_s()
         tensor = super().unpack(saved)
         self.synchronize()
-        self.total_ms += (time.perf_counter() - start_s) * 1e3
+        self.total_ms += (now_s() - start_s) * 1e3
         return tensor
 
 

@@ -32,6 +32,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from ckptplan.devices import DEVICES
 from ckptplan.errors import ConfigError
 from ckptplan.units import parse_bytes
 
@@ -92,12 +93,18 @@ class BlocksConfig:
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """``device``: auto, cpu, cuda or cuda:N. ``threads``: CPU threads, None leaves torch's own choice."""
+    """``device``: auto, cpu, cuda, cuda:N, or one of the table of devices, which is planned for without being there.
+
+    ``threads``: CPU threads, None leaves torch's own choice. For a device that is not there: ``calibration``, a file of
+    ``python -m ckptplan.calibrate`` that replaces the data sheet, and ``shards``, processes over which FSDP shards.
+    """
 
     device: str = "auto"
     dtype: DType = DType.float32
     deterministic: bool = True
     threads: int | None = None
+    calibration: str | None = None
+    shards: int = 1
 
 
 @dataclass(frozen=True)
@@ -585,6 +592,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str, object]] = {
         f"1 to {_MOST_THREADS} (4 for each of the machine's cores), or null",
         os.cpu_count() or 1,
     ),
+    "runtime.shards": (lambda n: n >= 1, "1 or more", 8),
     "scheduler.warmup_steps": (lambda n: n >= 0, "0 or more, or null", 10),
     "scheduler.final_factor": (lambda factor: 0 <= factor <= 1, "0 to 1, a share of the highest rate", 0.1),
     "profile.num_warmup": (lambda n: n >= 0, "0 or more", 2),
@@ -616,8 +624,7 @@ def _check_ranges(config: RunConfig) -> None:
 def _check_choices(config: RunConfig) -> None:
     if not config.output_dir.strip():
         raise config_error("output_dir", config.output_dir, "empty; expected a folder", remedy="output_dir=outputs")
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.runtime.device):
-        check_choice("runtime.device", config.runtime.device, ("auto", "cpu", "cuda"))
+    _check_device(config)
     check_choice("cost", config.cost, ("time", "flops"))
     check_choice("scheduler.kind", config.scheduler.kind, ("constant", "cosine", "linear"))
     check_choice("logger.kind", config.logger.kind, ("none", "csv", "tensorboard", "trackio", "wandb"))
@@ -677,6 +684,25 @@ def check_batch_divides(batch_size: int, num_ranks: int) -> None:
         fits = max(1, round(batch_size / num_ranks)) * num_ranks
         problem = f"it is the size over all ranks, and {num_ranks} ranks do not share it evenly"
         raise config_error("data.batch_size", batch_size, problem, remedy=f"data.batch_size={fits}")
+
+
+def _check_device(config: RunConfig) -> None:
+    runtime = config.runtime
+    if runtime.device in DEVICES:
+        if not config.plan_only:
+            problem = "this device is planned for by its data sheet; nothing can be trained on it here"
+            remedy = f"runtime={runtime.device} plan_only=true, or runtime=cuda where there is one"
+            raise config_error("runtime.device", runtime.device, problem, remedy=remedy)
+        if config.planner.name == "compile":
+            problem = "what a compiled block takes is only known by compiling it on the device"
+            raise config_error("planner", "compile", problem, remedy="planner=optimal")
+        return
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", runtime.device):
+        check_choice("runtime.device", runtime.device, ("auto", "cpu", "cuda", *DEVICES))
+    for key, given in (("calibration", runtime.calibration), ("shards", runtime.shards > 1)):
+        if given:
+            problem = f"only for a device that is not there ({', '.join(DEVICES)}); here the blocks are measured"
+            raise config_error(f"runtime.{key}", getattr(runtime, key), problem, remedy="runtime=h100 plan_only=true")
 
 
 def _check_sweep(sweep: SweepConfig) -> None:

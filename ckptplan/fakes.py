@@ -129,7 +129,12 @@ class KnownValues(FakeTensorMode):
             out = super().__torch_dispatch__(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             return func(*args, **kwargs)
-        return func(*args, **kwargs) if all(_is_small(tensor) for tensor in tensors_in(out)) else out
+        if not all(_is_small(tensor) for tensor in tensors_in(out)):
+            return out
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError:  # a kernel of another device
+            return out
 
     def _with_statistics(self, args: Any, out: Any) -> Any:
         """Fake kernels give means and deviations the input's dtype, also where the kernel gives them the weight's."""

@@ -9,7 +9,6 @@ variables hold there, passed on through the stages that do not touch it.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +25,7 @@ from ckptplan.assembly import (
     with_choices,
     without_needless_replay,
 )
+from ckptplan.clock import now_s
 from ckptplan.compiled_choices import Compiling, measure_compiled, time_compiled, with_compiled
 from ckptplan.kinds import Kind, examine, kind_key, measure_bytes_and_flops, observe_block, time_key, with_loss
 from ckptplan.memory import MemoryMeter, make_meter
@@ -401,7 +401,7 @@ class _RegionWatch:
 
         def mark(name: str) -> None:
             self.skeleton.subject.synchronize()
-            times[name] = time.perf_counter()
+            times[name] = now_s()
 
         self.skeleton.forward(mark).backward()
         if is_counted:

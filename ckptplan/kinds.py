@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from ckptplan.blocks import describe_module
+from ckptplan.clock import now_s
 from ckptplan.memory import MemoryMeter, make_meter
 from ckptplan.observe import Observation, observe
 from ckptplan.profiles import StageCost
@@ -106,12 +106,16 @@ def time_key(module: nn.Module, call: BlockCall) -> str:
     return _hash(_computation(module, call), value_signature((call.args, call.kwargs)), str(call.autocast))
 
 
+# Settings that say where a block stands; what a block does by them, beyond numbers, shows in the operators it runs.
+PLACE_IN_MODEL = ("layer_idx",)
+
+
 def _computation(module: nn.Module, call: BlockCall) -> str:
     """What a block computes with, its buffers' first values included: a flag among them may decide what it does.
 
     Statistics of normalization layers decide nothing but values.
     """
-    lines = [describe_module(module, exact=True)]
+    lines = [describe_module(module, exact=True, without=PLACE_IN_MODEL), call.operators]
     for name, buffer in call.first.buffers.items():
         owner = module.get_submodule(name.rpartition(".")[0])
         if not isinstance(owner, nn.modules.batchnorm._NormBase):
@@ -317,12 +321,12 @@ class _Stopwatch:
         if self.calls == 1:
             return self.module(*args, **kwargs)
         self.synchronize()
-        start_s = time.perf_counter()
+        start_s = now_s()
         try:
             return self.module(*args, **kwargs)
         finally:  # early stop leaves by an exception
             self.synchronize()
-            self.again_ms += (time.perf_counter() - start_s) * 1e3
+            self.again_ms += (now_s() - start_s) * 1e3
 
 
 def activation_bytes(kind: Kind) -> int | None:

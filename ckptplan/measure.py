@@ -38,6 +38,7 @@ from ckptplan.blocks import (
 from ckptplan.compiled_choices import Compiling, measure_compiled, time_compiled, with_compiled
 from ckptplan.compiled_model import with_compiled_model
 from ckptplan.compiling import require_compiler
+from ckptplan.devices import DEVICES
 from ckptplan.discovery import find_blocks
 from ckptplan.errors import BlockDeclarationError, UnsupportedBoundaryError
 from ckptplan.flow import between, holds_more, measure_any
@@ -165,6 +166,11 @@ def profile_model(
 
     Raises: as ``profile_blocks``.
     """
+    if isinstance(device, str) and device in DEVICES:
+        raise ValueError(
+            f"device={device!r} is planned for without being there: estimate_profile(..., device={device!r}); to "
+            "measure on it, device='cuda'"
+        )
     faults = [*plainness_faults(model), *filter(None, [sharding_fault(model)])]
     if faults:
         raise BlockDeclarationError("; ".join(faults))
@@ -174,7 +180,7 @@ def profile_model(
             "batch, such as next(iter(loader))"
         )
     where = torch.device(device) if device is not None else default_device(model, batch)
-    declared = _resolve_blocks(model, blocks, batch, loss_fn, where)
+    declared = resolve_blocks(model, blocks, batch, loss_fn, where)
     if not declared:
         raise ValueError("blocks is empty; declare at least one block")
     largest = LargestInputs()
@@ -200,13 +206,14 @@ def profile_model(
     return replace(profile, environment=environment)
 
 
-def _resolve_blocks(
+def resolve_blocks(
     model: nn.Module,
     blocks: Sequence[CheckpointableBlock] | Sequence[str] | str | None,
     batch: Any,
     loss_fn: LossFn,
     device: torch.device,
 ) -> tuple[CheckpointableBlock, ...]:
+    """The declared blocks that ``blocks`` of ``profile_model`` stand for; empty where there are none."""
     given = [blocks] if isinstance(blocks, str) else list(blocks or ())
     declared = [block for block in given if isinstance(block, CheckpointableBlock)]
     if declared and len(declared) == len(given):

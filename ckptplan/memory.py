@@ -16,8 +16,10 @@ import torch
 from torch.autograd import profiler
 from torch.utils._python_dispatch import TorchDispatchMode  # pinned by tests/test_memory.py
 
+from ckptplan.kernels import ALLOCATOR_ROUNDING_BYTES, workspace_bytes
 from ckptplan.trees import given_storages, storage_key, tensors_in
 
+AS_ON_CUDA = "as on cuda"  # the meter that counts tensors as a CUDA device would hold them
 _MARK = "ckptplan mark "
 _CPU: Any = torch.autograd.DeviceType.CPU  # type: ignore[attr-defined]  # missing in torch's stubs
 
@@ -122,13 +124,16 @@ class LiveStorageMeter(_Marks):
     """Bytes of tensors made by operators and still alive; sees no temporaries inside kernels.
 
     Needs no device: it counts fake tensors as well as real ones.
+
+    Args:
+        as_on_cuda: count what a CUDA device would take for the same tensors: sizes rounded as its allocator does it,
+            and while an operator runs its kernel's workspace.
     """
 
-    name = "live"
-
-    def __init__(self) -> None:
+    def __init__(self, *, as_on_cuda: bool = False) -> None:
         super().__init__()
-        self._mode = LiveStorages()
+        self.name = AS_ON_CUDA if as_on_cuda else "live"
+        self._mode = _CudaStorages() if as_on_cuda else LiveStorages()
 
     def __enter__(self) -> LiveStorageMeter:
         self._mode.__enter__()
@@ -161,14 +166,29 @@ class LiveStorages(TorchDispatchMode):
             if storage in self._known or storage_key(tensor) in given:
                 continue
             self._known.add(storage)
-            self.level_bytes += storage.nbytes()
+            size_bytes = self.size_of(storage)
+            self.level_bytes += size_bytes
             self.peak_bytes = max(self.peak_bytes, self.level_bytes)
-            weakref.finalize(storage, self._release, storage.nbytes())
+            weakref.finalize(storage, self._release, size_bytes)
         return out
+
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        """Bytes that the storage counts."""
+        return storage.nbytes()
+
+
+class _CudaStorages(LiveStorages):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peak_bytes = max(self.peak_bytes, self.level_bytes + workspace_bytes(func, args, out))
+        return out
+
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        return -(-storage.nbytes() // ALLOCATOR_ROUNDING_BYTES) * ALLOCATOR_ROUNDING_BYTES
 
 
 def make_meter(device: torch.device | str, kind: str = "auto") -> MemoryMeter:
-    """A fresh meter: "auto" (the device's own allocator), "cpu", "cuda" or "live".
+    """A fresh meter: "auto" (the device's own allocator), "cpu", "cuda", "live" or ``AS_ON_CUDA``.
 
     Raises:
         ValueError: an unknown kind, or an allocator meter that does not belong to the device.
@@ -176,8 +196,8 @@ def make_meter(device: torch.device | str, kind: str = "auto") -> MemoryMeter:
     device = torch.device(device)
     if kind == "auto":
         kind = device.type if device.type in ("cpu", "cuda") else "live"
-    if kind == "live":
-        return LiveStorageMeter()
+    if kind in ("live", AS_ON_CUDA):
+        return LiveStorageMeter(as_on_cuda=kind == AS_ON_CUDA)
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"memory={kind!r} is not a meter; expected one of auto, cpu, cuda, live, off")
     if kind != device.type:

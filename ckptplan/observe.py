@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import collections
 import functools
+import hashlib
 import itertools
 import random
 import types
@@ -79,13 +80,14 @@ class _Run:
 def observe(module: nn.Module, call: BlockCall, run: Callable[..., Any], device: torch.device) -> Observation:
     """Call ``run(*args, **kwargs)``, which runs the module, twice from the state of its first run and compare.
 
-    ``module`` must be a twin: its buffers and attributes are changed.
+    ``module`` must be a twin: its buffers and attributes are changed. ``call.operators`` is filled in.
     """
     settled = {name: b.detach().clone() for name, b in module.named_buffers(remove_duplicate=False)}
     seen = _Operators()
     with seen:
-        one = _run_from(call.first.buffers, module, call, run, device)
+        one = _run_from(call.first.buffers, module, call, seen.watched(run), device)
     two = _run_from(call.first.buffers, module, call, run, device)
+    call.operators = seen.digest.hexdigest()
     mutated = {*call.first.changed, *one.mutated, *two.mutated}
     mutated |= {n for n, b in module.named_buffers(remove_duplicate=False) if storage_key(b) in seen.statistics}
     if mutated:  # a forward may do something else once its buffers have changed
@@ -105,6 +107,7 @@ class _Operators(TorchDispatchMode):
         data_sizes: elements of the outputs whose sizes depend on data.
         draws, draws_from_own: whether random numbers were drawn for tensors without values, from torch's stream and
             from another generator.
+        digest: of the operators and the shapes that they gave, in order.
         statistics: storages of tensors without values that batch norms update, which no version counter tells.
     """
 
@@ -112,10 +115,27 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self.data_sizes: list[int] = []
         self.draws = self.draws_from_own = False
+        self.digest = hashlib.sha256()
+        self._is_inside = False
         self.statistics: set[int] = set()
+
+    def watched(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """``run``, all of whose operators are part of the digest."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._is_inside = True
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._is_inside = False
+
+        return watched
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
+        if self._is_inside:
+            shapes = [(tuple(t.shape), t.dtype) for t in tensors_in(output)]
+            self.digest.update(f"{func}{shapes}".encode())
         if torch.Tag.dynamic_output_shape in func.tags:
             self.data_sizes += [t.numel() for t in tensors_in(output)]
         if not all(has_values(t) for t in tensors_in((args, output))):

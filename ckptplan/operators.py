@@ -7,7 +7,6 @@ planned on is what is executed.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode  # pinned by tests/test_replay.py
 
+from ckptplan.clock import now_s
 from ckptplan.graph import BlockOperators, OperatorCall, Output, Value
 from ckptplan.replay import (
     Contents,
@@ -188,10 +188,10 @@ class _Times(_EachOperator):
         self.synchronize = synchronize
 
     def measured(self, run: Callable[[], Any]) -> Any:
-        start_s = time.perf_counter()
+        start_s = now_s()
         out = run()
         self.synchronize()
-        self.each.append((time.perf_counter() - start_s) * 1e3)
+        self.each.append((now_s() - start_s) * 1e3)
         return out
 
 

@@ -88,13 +88,24 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer, num_shards: int = 1)
     if optimizer.state:
         return _state_bytes(optimizer)
     try:
-        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = type(optimizer)
-        twin = make([_meta_group(group, num_shards) for group in optimizer.param_groups])
+        twin = meta_twin(optimizer, num_shards)
         twin.step()
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         log.warning("the state of %s is unknown before its first step: %s", type(optimizer).__name__, error)
         return None
     return _state_bytes(twin)
+
+
+def meta_twin(optimizer: torch.optim.Optimizer, num_shards: int = 1, *, foreach: bool = False) -> torch.optim.Optimizer:
+    """The same optimizer over parameters of the same shapes that have gradients and no memory.
+
+    ``foreach``: go over all parameters at once where the optimizer leaves that open.
+    """
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = type(optimizer)
+    groups = [_meta_group(group, num_shards) for group in optimizer.param_groups]
+    if foreach:
+        groups = [{**group, "foreach": True} if group.get("foreach", 0) is None else group for group in groups]
+    return make(groups)
 
 
 def _meta_group(group: dict[str, Any], num_shards: int) -> dict[str, Any]:

@@ -129,6 +129,8 @@ class MemoryRecord:
     optimizer_bytes: int | None = None
     device_peak_bytes: int | None = None
     device_reserved_bytes: int | None = None
+    rows: list[dict[str, Any]] | None = None  # all of the device's memory at the plan's peak: name, bytes, note
+    largest_batch_samples: int | None = None
 
 
 @dataclass(slots=True)
@@ -168,6 +170,7 @@ class LatencyRecord:
     no_checkpoint_step_ms: StepTimes = field(default_factory=StepTimes)
     overhead_ratio: float | None = None
     predicted_overhead_ratio: float | None = None
+    predicted_step_ms: dict[str, float] | None = None  # of an estimate: low, likely, high
     recompute_flops_ratio: float | None = None
 
 

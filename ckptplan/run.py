@@ -23,7 +23,7 @@ from rich.console import Console
 from torch import nn
 
 from ckptplan.blocks import BlockSelection, select_blocks
-from ckptplan.budget import PlannedRun, StaticBytes, plan_for_budget, static_bytes
+from ckptplan.budget import PlannedRun, plan_for_budget
 from ckptplan.certificate import Certificate, certify
 from ckptplan.compiling import require_compiler
 from ckptplan.config import RunConfig, config_error, config_hash, config_yaml
@@ -32,6 +32,7 @@ from ckptplan.data import Batch
 from ckptplan.data.dataset import Dataset
 from ckptplan.data.loading import CAN_HAVE_WORKERS
 from ckptplan.data.spec import explain_mismatch
+from ckptplan.devices import DEVICES
 from ckptplan.discovery import find_blocks
 from ckptplan.dry_run import verify_plan
 from ckptplan.engine.parallel import (
@@ -58,6 +59,7 @@ from ckptplan.errors import (
     RunInterruptedError,
     StepMismatchError,
 )
+from ckptplan.footprint import StaticBytes, optimizer_step_bytes, room_of, static_bytes
 from ckptplan.optim import learning_rate_schedule
 from ckptplan.plan import CheckpointPlan, Compiled, CompiledModel, blocks_of
 from ckptplan.profiles import ChainProfile, modules_of
@@ -82,8 +84,9 @@ from ckptplan.record import (
 from ckptplan.recovery import Recovery, tighter_plan
 from ckptplan.report.page import try_write_report
 from ckptplan.report.records import is_job_of_sweep
-from ckptplan.report.tables import plan_table, result_table
+from ckptplan.report.tables import footprint_table, plan_table, result_table
 from ckptplan.resuming import RunStates, Stored, Trained, plan_made_for, restore_random, stored_form
+from ckptplan.run_estimate import AbsentDevice, plan_footprint, record_footprint, record_profile
 from ckptplan.run_profile import compiled_budgets, profile_blocks_of_run, stored_profile
 from ckptplan.run_records import (
     decision_word,
@@ -342,6 +345,9 @@ class _Run:
             log.info("%d lines of metrics past step %d are now in metrics.discarded.jsonl", discarded, step)
 
     def all_stages(self) -> None:
+        if self.config.runtime.device in DEVICES:
+            self.plan_for_absent()
+            return
         made = self.ranks.together(self.prepare)
         runtime, batch = made.runtime, made.batch
         streams = None
@@ -353,6 +359,7 @@ class _Run:
         self.is_started = True
         made_for = plan_made_for(self.config, batch, runtime.device_name, self.ranks.size)
         planned, profile = self.profile_and_plan(made, made_for)
+        self.tell_rows(made, planned, profile)
         certificate = self.ranks.together(lambda: self.certify_if_eager(made, planned.plan, profile))
         if self.config.plan_only:
             self.result.status = "ok" if planned.plan.feasible else "over_budget"
@@ -362,6 +369,39 @@ class _Run:
             replace(certificate, measured_peak_bytes=proof.peak_bytes).save(self.folder / "certificate.json")
         summary = self.train(made, planned, profile, made_for, streams)
         self.result.status = self.final_status(planned.plan, summary)
+
+    def plan_for_absent(self) -> None:
+        """All stages of a run whose device is not there: nothing is measured, nothing trained."""
+        start_s = time.perf_counter()
+        runtime = self.choose_runtime()
+        data = self.build_data()
+        model = self.build_model(data, runtime)
+        batch = next(iter(data.epoch_batches(0)))
+        make_optimizer = instantiate(self.config.optimizer, "optimizer")
+        optimizer = call_partial(make_optimizer, self.config.optimizer, "optimizer", model.parameters())
+        self.on_begin()
+        self.tracker.start(self.resolved, self.config.name or self.folder.name, self.config.logger.group)
+        self.is_started = True
+        check_stop = self.stop.check
+        absent = AbsentDevice.of(self.config, runtime, model, batch, optimizer, _loss_fn(runtime), check_stop)
+        record_profile(self.result, absent.profile, self.folder, start_s)
+        self.note_static_bytes(absent.static)
+        start_s = time.perf_counter()
+        self.note_target(absent.profile)
+        planned = plan_for_budget(absent.profile, self.config, absent.static, torch.device("cuda"), room=absent.room)
+        self.keep_plan(planned, absent.profile, start_s)
+        self.keep_certificate(certify(absent.profile, planned.plan), absent.profile)
+        absent.tell(planned.plan, self.result, self.console)
+        self.result.status = "ok" if planned.plan.feasible else "over_budget"
+
+    def tell_rows(self, made: Prepared, planned: PlannedRun, profile: ChainProfile) -> None:
+        """With ``budget=auto``: all of the device's memory, row by row."""
+        if self.config.target.key != "auto" or made.is_sharded or not self.ranks.is_first:
+            return
+        room = room_of(made.runtime.device, made.static.weights_bytes + made.static.batch_bytes)
+        rows = plan_footprint(room, made.static, profile, planned.plan)
+        record_footprint(self.result, rows)
+        footprint_table(room.title, rows, self.console)
 
     def prepare(self) -> Prepared:
         """Everything that stands before blocks are measured; told to the user where it does not fit together."""
@@ -435,7 +475,9 @@ class _Run:
         if self.ranks.size > 1 and config.device != "cpu" and torch.cuda.is_available():
             config = replace(config, device=f"cuda:{self.ranks.local_rank}")
         runtime = choose_runtime(config, self.config.seed)
-        self.result.device, self.result.dtype = str(runtime.device), str(self.config.runtime.dtype)
+        absent = runtime.planned_for
+        self.result.device = str(runtime.device) if absent is None else absent.name
+        self.result.dtype = str(self.config.runtime.dtype)
         self.result.torch = torch.__version__
         self.result.environment["device"] = runtime.device_name
         log.info("runtime: %s; seed %d", runtime.explanation, self.config.seed)
@@ -458,7 +500,9 @@ class _Run:
         return data
 
     def build_model(self, data: Any, runtime: Runtime) -> nn.Module:
-        model: nn.Module = instantiate(self.config.model, "model")
+        is_absent = runtime.planned_for is not None
+        with torch.device("meta") if is_absent else contextlib.nullcontext():  # shapes are all that is looked at
+            model: nn.Module = instantiate(self.config.model, "model")
         self.result.model = str(getattr(model, "title", short_name(self.config.model)))
         self.result.data = short_name(self.config.data)
         expects = getattr(model, "expects", None)
@@ -466,7 +510,7 @@ class _Run:
             mismatch = explain_mismatch(self.result.model, expects, self.result.data, data.spec)
             if mismatch:
                 raise ConfigError(mismatch)
-        model.to(device=runtime.device, dtype=runtime.parameter_dtype)
+        model.to(device=None if is_absent else runtime.device, dtype=runtime.parameter_dtype)
         count = sum(p.numel() for p in model.parameters())
         log.info("model: %s, %s parameters; data: %s", self.result.model, f"{count:,}", self.result.data)
         return model
@@ -513,12 +557,18 @@ class _Run:
     def count_static_bytes(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> StaticBytes:
         num_shards = self.ranks.size if self.config.engine.kind == "fsdp2" else 1
         static = static_bytes(model, optimizer, batch, num_shards)
-        self.result.memory.weights_bytes = static.weights_bytes
-        self.result.memory.gradients_bytes = static.gradients_bytes
-        self.result.memory.optimizer_bytes = static.optimizer_bytes
+        if num_shards == 1:
+            step_bytes = optimizer_step_bytes(optimizer, on_cuda=batch.inputs.is_cuda)
+            static = replace(static, optimizer_step_bytes=step_bytes)
+        self.note_static_bytes(static)
         if self.config.engine.kind == "ddp":
             self.result.engine.gradient_buckets_bytes = static.gradients_bytes
         return static
+
+    def note_static_bytes(self, static: StaticBytes) -> None:
+        self.result.memory.weights_bytes = static.weights_bytes
+        self.result.memory.gradients_bytes = static.gradients_bytes
+        self.result.memory.optimizer_bytes = static.optimizer_bytes
 
     # --- measure, plan, prove ---
 
@@ -537,9 +587,7 @@ class _Run:
     def plan(self, made: Prepared, profile: ChainProfile, stored: PlannedRun | None) -> tuple[PlannedRun, ChainProfile]:
         """The plan, and the profile that its figures are from: with what an engine holds beside activations."""
         start_s = time.perf_counter()
-        target = self.config.target
-        self.result.budget = BudgetRecord(kind=target.key, value=target.value)
-        self.result.memory.no_checkpoint_predicted_peak_bytes = no_checkpoint_peak(profile)
+        self.note_target(profile)
 
         def make(seen: ChainProfile, reserve_bytes: int) -> PlannedRun:
             device = torch.device(self.result.device or "cpu")
@@ -555,6 +603,16 @@ class _Run:
             self.result.engine.gathered_weights_bytes = sharding.most_gathered_bytes(units)
         else:
             planned = make(profile, 0)
+        self.keep_plan(planned, profile, start_s)
+        return planned, profile
+
+    def note_target(self, profile: ChainProfile) -> None:
+        target = self.config.target
+        self.result.budget = BudgetRecord(kind=target.key, value=target.value)
+        self.result.memory.no_checkpoint_predicted_peak_bytes = no_checkpoint_peak(profile)
+
+    def keep_plan(self, planned: PlannedRun, profile: ChainProfile, start_s: float) -> None:
+        """The plan into the result, the run folder, the console and the tracker."""
         plan, memory = planned.plan, self.result.memory
         if planned.note is not None:
             log.warning("%s", planned.note)
@@ -580,7 +638,6 @@ class _Run:
         plan.save(self.folder / "plan.json")
         plan_table(profile, plan, self.console, planner=self.config.planner.name)
         self._track_plan(profile, plan, cost)
-        return planned, profile
 
     def certify_if_eager(self, made: Prepared, plan: CheckpointPlan, profile: ChainProfile) -> Certificate | None:
         if not self.ranks.is_first:
@@ -610,14 +667,17 @@ class _Run:
             )
         except DryRunError as error:
             self.result.notes.append(f"no dry run: {error}")
+        self.keep_certificate(certificate, profile)
+        return certificate
+
+    def keep_certificate(self, certificate: Certificate, profile: ChainProfile) -> None:
         certificate.save(self.folder / "certificate.json")
         known = {field.name: getattr(certificate, field.name) for field in fields(CertificateRecord)}
         self.result.certificate = CertificateRecord(**known)
         log.info("certificate: %s", certificate.text)
-        curve = plan_curve(profile, cost=plan.cost_kind)  # type: ignore[arg-type]  # a plan is read strictly
+        curve = plan_curve(profile, cost=certificate.cost_kind)  # type: ignore[arg-type]  # a plan is read strictly
         curve.save(self.folder / "curve.json")
         log.info("trade-off: %s", curve.text)
-        return certificate
 
     def _track_plan(self, profile: ChainProfile, plan: CheckpointPlan, cost: PlanCost) -> None:
         compiled = set(blocks_of([node for node in plan.nodes if isinstance(node, (Compiled, CompiledModel))]))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ckptplan.config import RuntimeConfig, config_error
+from ckptplan.devices import DEVICES, Device
 from ckptplan.randomness import seed_everything
 
 
@@ -19,16 +20,20 @@ class Runtime:
         parameter_dtype: of the weights.
         autocast_dtype: of matrix products under autocast; None: no autocast.
         explanation: one line for the log.
+        planned_for: a device that is not there, in whose place fake CPU tensors are looked at.
     """
 
     device: torch.device
     parameter_dtype: torch.dtype
     autocast_dtype: torch.dtype | None
     explanation: str
+    planned_for: Device | None = None
 
     @property
     def device_name(self) -> str:
         """Such as "cpu" or "NVIDIA H200"."""
+        if self.planned_for is not None:
+            return self.planned_for.title
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
 
 
@@ -46,9 +51,10 @@ def choose_runtime(config: RuntimeConfig, seed: int) -> Runtime:
     Raises:
         ConfigError: a device that is not there, or fp16 without a CUDA device.
     """
-    device, why = _device(config.device)
+    planned_for = DEVICES.get(config.device)
+    device, why = _device(config.device if planned_for is None else "cpu")
     parameter_dtype, autocast_dtype = _FORMATS[str(config.dtype)]
-    if autocast_dtype is torch.float16 and device.type != "cuda":
+    if autocast_dtype is torch.float16 and device.type != "cuda" and planned_for is None:
         raise config_error(
             "runtime.dtype", "fp16_mixed", f"{device} has no fp16 training", remedy="runtime.dtype=bf16_mixed"
         )
@@ -56,6 +62,9 @@ def choose_runtime(config: RuntimeConfig, seed: int) -> Runtime:
         torch.set_num_threads(config.threads)
     _set_determinism(config.deterministic, device)
     seed_everything(seed)
+    if planned_for is not None:
+        told = f"{planned_for.title}, which is not here: figures are estimated ({planned_for.source}), {config.dtype}"
+        return Runtime(device, parameter_dtype, autocast_dtype, told, planned_for)
     order = "deterministic kernels" if config.deterministic else "kernels as they come"
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     return Runtime(device, parameter_dtype, autocast_dtype, f"{device} ({why}), {config.dtype}, {order}{threads}")

@@ -9,7 +9,6 @@ autograd engine (knowledge: docs/design.md, section 4).
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode  # pinned by tests/test_memory.py
 from torch.utils.flop_counter import FlopCounterMode
 
+from ckptplan.clock import now_s
 from ckptplan.memory import MemoryMeter
 from ckptplan.profiles import StageCost
 from ckptplan.trees import distinct_storages, storage_key, tensors_in
@@ -333,19 +333,19 @@ def time_stage(forward: StageForward, synchronize: Callable[[], None]) -> tuple[
     def mark(name: str) -> None:
         nonlocal ready_s
         synchronize()
-        ready_s = time.perf_counter()
+        ready_s = now_s()
 
     run = forward(mark)
     synchronize()
-    forward_s = time.perf_counter() - ready_s
+    forward_s = now_s() - ready_s
     root = _root(run)
     run.inputs.clear()
     run.output = None
     synchronize()
-    start_s = time.perf_counter()
+    start_s = now_s()
     _backward(root)
     synchronize()
-    return forward_s * 1e3, (time.perf_counter() - start_s) * 1e3
+    return forward_s * 1e3, (now_s() - start_s) * 1e3
 
 
 def stage_flops(forward: StageForward) -> tuple[int, int]:
@@ -377,16 +377,7 @@ def stage_backward(forward: StageForward, mark: Mark = lambda name: None) -> Sta
 
 def count_flops() -> FlopCounterMode:
     """torch's counter, with the CPU's fused attention and recurrent layers added, which it does not know."""
-    aten = torch.ops.aten
-    return FlopCounterMode(
-        display=False,
-        custom_mapping={
-            aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward_flops,
-            aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-            aten.mkldnn_rnn_layer: _rnn_layer_flops,
-            aten.mkldnn_rnn_layer_backward: _rnn_layer_backward_flops,
-        },
-    )
+    return FlopCounterMode(display=False, custom_mapping=CPU_FLOPS)
 
 
 def _attention_forward_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
@@ -410,3 +401,12 @@ def _rnn_layer_flops(inputs: Any, input_weight: Any, hidden_weight: Any, *args: 
 def _rnn_layer_backward_flops(inputs: Any, input_weight: Any, hidden_weight: Any, *args: Any, **kwargs: Any) -> int:
     """Two products for each of the forward's: the gradients of what comes in and of the weights."""
     return 2 * _rnn_layer_flops(inputs, input_weight, hidden_weight)
+
+
+# By operator, from shapes.
+CPU_FLOPS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    torch.ops.aten.mkldnn_rnn_layer: _rnn_layer_flops,
+    torch.ops.aten.mkldnn_rnn_layer_backward: _rnn_layer_backward_flops,
+}

@@ -61,6 +61,7 @@ class BlockCall:
         signature: shapes, dtypes and gradient flags of every argument, as text.
         block: the number of the block among those declared.
         follows: it takes exactly what the call before returned, spread as ``call_block`` does it.
+        operators: digest of the operators that it runs and of the shapes that they give, once it has been observed.
         passed, views: which distinct tensors of the output are tensors of the boundary, or lie in their memory, by
             position.
     """
@@ -75,6 +76,7 @@ class BlockCall:
     signature: str = ""
     block: int = 0
     follows: bool = False
+    operators: str = ""
     passed: dict[int, int] = field(default_factory=dict)
     views: dict[int, int] = field(default_factory=dict)
     first: FirstRun = field(default_factory=FirstRun)

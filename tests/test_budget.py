@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-import ckptplan.budget as budget_module
-from ckptplan.budget import AUTO_HEADROOM, CUDA_MARGIN, StaticBytes, available_host_bytes, plan_for_budget, static_bytes
+import ckptplan.footprint as footprint_module
+from ckptplan.budget import CUDA_MARGIN, plan_for_budget
 from ckptplan.config import PlannerConfig, RunConfig
 from ckptplan.errors import ConfigError, InfeasibleTargetError
+from ckptplan.footprint import FREE_SHARE_LEFT, StaticBytes, available_host_bytes, static_bytes
 from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
 
 MIB = 2**20
@@ -87,9 +88,9 @@ def test_an_optimizer_whose_state_is_not_known_is_told(keys: dict[str, object]) 
 
 
 def test_auto_is_what_is_free_less_headroom_gradients_and_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget_module, "available_host_bytes", lambda: 100 * MIB)
+    monkeypatch.setattr(footprint_module, "available_host_bytes", lambda: 100 * MIB)
     planned = plan_for_budget(chain(), config(budget="auto"), StaticBytes(7 * MIB, 20 * MIB, 40 * MIB), CPU)
-    assert planned.budget_bytes == int(100 * MIB * (1 - AUTO_HEADROOM)) - 60 * MIB
+    assert planned.budget_bytes == int(100 * MIB * (1 - FREE_SHARE_LEFT)) - 60 * MIB
 
 
 def test_the_hosts_free_memory_is_a_sensible_number() -> None:

@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckptplan.calibrate import calibrate
 from ckptplan.data import Batch
+from ckptplan.estimate import estimate_profile
 from ckptplan.measure import profile_model
 from ckptplan.models.gpt import GPT
 from ckptplan.models.resnet import ResNet
 from ckptplan.planners import plan_checkpoints
+from ckptplan.planners.budgets import step_cost
 from ckptplan.proof import prove_model
+from ckptplan.simulate import no_checkpoint_peak
 from ckptplan.subject import Trials
 from ckptplan.training import loss_of
 
@@ -87,3 +91,38 @@ def test_a_run_from_the_command_line_uses_the_device_and_says_ok(tmp_path):
     assert result["status"] == "ok"
     assert result["device"] == "cuda:0"
     assert result["memory"]["device_reserved_bytes"] > 0
+
+
+@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16])
+def test_an_estimate_without_the_device_has_the_bytes_that_the_device_shows(autocast_dtype):
+    """Fake CPU tensors and the table of kernels against the caching allocator, whose unsplit remainders they lack."""
+    model, batch = gpt_and_batch()
+
+    def loss_fn(m, b):
+        return loss_of(m, b, autocast_dtype)
+
+    measured = profile_model(model, None, batch, loss_fn, num_warmup=1, num_trials=1)
+    with torch.device("meta"):
+        shapes = GPT(layers=8, width=512, heads=8, sequence_length=512)
+    tokens = torch.randint(0, 256, (8, 512))
+    estimated = estimate_profile(shapes, None, Batch(tokens, tokens), loss_fn, device="h100")
+    for there, here in zip(measured, estimated, strict=True):
+        assert here.keep.saved_bytes == pytest.approx(there.keep.saved_bytes, rel=0.01)
+        assert here.keep.backward_peak_bytes == pytest.approx(there.keep.backward_peak_bytes, rel=0.05)
+    assert no_checkpoint_peak(estimated) == pytest.approx(no_checkpoint_peak(measured), rel=0.03)
+
+
+def test_a_calibrated_estimate_orders_plans_as_the_device_does():
+    calibration = calibrate(DEVICE, say=lambda line: None)
+    model, batch = gpt_and_batch()
+    estimated = estimate_profile(
+        model.cpu(),
+        None,
+        Batch(batch.inputs.cpu(), batch.targets.cpu()),
+        loss_of,
+        device="h100",
+        calibration=calibration,
+    )
+    measured = profile_model(model.to(DEVICE), None, batch, loss_of, num_warmup=3, num_trials=10)
+    ratios = [sum(b.recompute_time_ms for b in p) / step_cost(p, "time") for p in (measured, estimated)]
+    assert ratios[1] == pytest.approx(ratios[0], rel=0.25)

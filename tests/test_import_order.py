@@ -16,16 +16,21 @@ PACKAGE = Path(ckptplan.__file__).parent
 
 # Every file, from the ground up; "planners" is planners/__init__.py.
 ORDER = """
-errors units processes console config record graph options
-randomness runtime trees optim fakes wrappers blocks memory compiling recompute replay twin subject profiles selective
-stages
+errors units processes console
+clock profiles devices
+config record graph options
+randomness runtime trees optim fakes wrappers blocks kernels memory footprint compiling recompute replay twin
+subject selective
+stages work
 signatures operators larger_inputs
 trace discovery observe attributes kinds choices compiled_choices compiled_model regions tied assembly skeleton flow
 measure
+repeats
 plan gaps scaling targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
 planners.options planners.stairs planners.stretches planners.nested planners.milp
 planners.compiled planners.budgets planners.reasons planners
 curve explanation certificate
+estimate
 validate apply dry_run proof equality benchmark budget autofit batch_size
 data.spec data.checks data.order data data.loading data.dataset data.digits data.images data.text data.tokens
 models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models.hf models
@@ -35,11 +40,13 @@ training recovery runs resuming jobs sweep_table sweep_tracking
 dashboards sweeps cluster
 report report.tables report.records report.steps report.figures report.vega report.tradeoff report.charts
 report.page report.export report.text report.__main__
+larger_batches run_estimate calibrate
 telling run_records run_profile run engine.launch cli engine.worker __main__
 """.split()
 
 # What plans, checks and reports without a model at hand.
 TORCH_FREE = """
+clock devices
 errors units processes console config targets record graph options profiles selective plan gaps simulate check planners
 planners.tables planners.heuristic planners.fixed planners.flat planners.options planners.stairs planners.stretches
 planners.nested planners.milp planners.compiled planners.budgets planners.reasons curve explanation certificate

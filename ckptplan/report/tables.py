@@ -5,7 +5,7 @@ Both fit 80 columns, and a console that is no terminal prints them without colou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -177,6 +177,21 @@ def _plan_title(plan: CheckpointPlan, planner: str | None) -> str:
     peak = f"predicted peak {format_bytes(plan.predicted_peak_bytes)}"
     budget = "" if plan.budget_bytes is None else f" of {format_bytes(plan.budget_bytes)} allowed"
     return f"plan by {planner or plan.planner}: {peak}{budget}"
+
+
+def footprint_table(title: str, rows: Sequence[tuple[str, int, str]], console: Console | None = None) -> None:
+    """Print all of a device's memory at a plan's peak: (name, bytes, where from); the rows add up to all of it."""
+    console = console or Console()
+    table = _plain_table()
+    table.add_column(title, no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("", ratio=1)
+    for name, size_bytes, note in rows:
+        if name == "left" and size_bytes < 0:
+            name, size_bytes = "missing", -size_bytes
+        table.add_row(Text(name), Text(format_bytes(size_bytes)), Text(note))
+    table.add_row(Text("all"), Text(format_bytes(sum(size_bytes for _, size_bytes, _ in rows))), Text(""))
+    console.print(table)
 
 
 def result_table(
