@@ -322,3 +322,17 @@ def test_the_command_line_sees_whole_tensors(tmp_path: Path, capsys: pytest.Capt
         "~ model.w: float32 [7, 6], other values",
         "1 differences in 3 values",
     ]
+
+
+def test_a_save_is_two_exchanges_between_ranks_and_a_load_four(tmp_path: Path) -> None:
+    """However many ranks and tensors there are; docs/state.md says so."""
+
+    def work(coordinator: ThreadRank) -> tuple[int, int]:
+        spec = ItemSpec(resharder=ByHand({"model.w": (6, 2)}, {"model.w": ROWS[3]}, coordinator.rank))
+        with manager(tmp_path, coordinator, model=spec) as states:
+            states.save("a", {"model": {"w": torch.ones(2, 2)}}).result(60)
+            after_save = coordinator.num_gathers
+            states.load("latest", into={"model": {"w": torch.zeros(2, 2)}})
+        return after_save, coordinator.num_gathers - after_save
+
+    assert on_ranks(3, work) == [(2, 4)] * 3
