@@ -196,13 +196,20 @@ def _plan(
 
 
 def allowed_bytes(
-    kind: str, amount: int | float, unplanned_peak_bytes: int, static: StaticBytes, device: torch.device
+    kind: str,
+    amount: int | float,
+    unplanned_peak_bytes: int,
+    static: StaticBytes,
+    device: torch.device,
+    margin_frac: float | None = None,
 ) -> int:
-    """What a budget of this kind leaves for activations, the margin of CUDA taken off; 0: nothing."""
+    """What a budget of this kind leaves for activations, the margin taken off (None: that of CUDA); 0: nothing."""
     left = budget_for(kind, amount, unplanned_peak_bytes)
     if kind == "device_budget_bytes":
         left = max(0, left - _standing_bytes(static))
-    return left - int(left * CUDA_MARGIN) if device.type == "cuda" else left
+    if margin_frac is None:
+        margin_frac = CUDA_MARGIN if device.type == "cuda" else 0.0
+    return left - int(left * margin_frac)
 
 
 def _standing_bytes(static: StaticBytes) -> int:

@@ -20,10 +20,11 @@ from ckptplan.footprint import StaticBytes
 from ckptplan.measure import profile_model
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import PLANNERS_WITH_OPTIONS, no_checkpoint_peak, plan_checkpoints
-from ckptplan.planners.budgets import step_cost
+from ckptplan.planners.budgets import budget_for, step_cost
 from ckptplan.profiles import ChainProfile
 from ckptplan.proof import pair_of_model, peak_of_planned_step
 from ckptplan.scaling import AffineProfile, largest
+from ckptplan.simulate import plan_recompute_cost
 from ckptplan.subject import LossFn, default_device
 from ckptplan.trees import distinct_storages, map_tensors, tensors_in
 from ckptplan.units import format_bytes, format_ms, format_percent
@@ -140,7 +141,7 @@ def maximize(
         PlanIncompatibleError: the model takes other ways at another size, so that nothing can be said of a third.
         ValueError, TypeError: a bad argument, named.
     """
-    search = _Search(
+    search = Search(
         model, batch, loss_fn, parse_budget(budget), _checked(objective), global_batch, most, resize or resized,
         blocks, optimizer, planner, torch.device(device) if device is not None else default_device(model, batch),
     )  # fmt: skip
@@ -187,7 +188,9 @@ def _batch_bytes(batch: Any) -> int:
 
 
 @dataclass(frozen=True)
-class _Search:
+class Search:
+    """What is asked of ``maximize``, and how it is found."""
+
     model: nn.Module
     batch: Any
     loss_fn: LossFn
@@ -200,6 +203,8 @@ class _Search:
     optimizer: torch.optim.Optimizer | None
     planner: str
     device: torch.device
+    cost: str = "time"
+    margin_frac: float | None = None  # of the budget; None: what ``fit`` takes off on this device
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "most"):
@@ -242,6 +247,11 @@ class _Search:
     def standing(self) -> StaticBytes:
         return static_of(self.model, self.optimizer, ())
 
+    @property
+    def share_bytes(self) -> int:
+        """What a share of the batch's own peak without checkpointing is in bytes; of a size, the size."""
+        return budget_for(*self.budget, no_checkpoint_peak(self.profile_at.high))
+
     def allowed(self, size: int) -> int:
         """Bytes that the activations of a micro-batch of this size may take."""
         kind, amount = self.budget
@@ -249,7 +259,7 @@ class _Search:
         row = (high - low) // (self.sizes[1] - self.sizes[0])
         static = replace(self.standing, batch_bytes=high + (size - self.sizes[1]) * row)
         unplanned = no_checkpoint_peak(self.profile_at.high)
-        return allowed_bytes(kind, amount, unplanned, static, self.device)
+        return allowed_bytes(kind, amount, unplanned, static, self.device, self.margin_frac)
 
     def fits(self, size: int) -> bool:
         return self._fits_by(self.profile(size), size)
@@ -259,14 +269,21 @@ class _Search:
 
     def point(self, size: int) -> BatchPoint:
         profile, allowed = self.profile(size), self.allowed(size)
-        plan = plan_checkpoints(
-            profile, target_kind="activation_budget_bytes", target_value=allowed, planner=self.planner
-        )
+        plan = self._plan(profile, allowed)
         assert plan.predicted_peak_bytes is not None
-        step_ms = step_cost(profile, "time") + float(plan.predicted_cost or 0.0)
+        step_ms = step_cost(profile, "time") + plan_recompute_cost(profile, plan.nodes, "time")
         accumulate = None if self.global_batch is None else self.global_batch // size
         return BatchPoint(
             size, accumulate, plan, plan.predicted_peak_bytes, allowed, step_ms, size / max(step_ms, 1e-9) * 1e3
+        )
+
+    def _plan(self, profile: ChainProfile, budget_bytes: int) -> CheckpointPlan:
+        return plan_checkpoints(
+            profile,
+            target_kind="activation_budget_bytes",
+            target_value=budget_bytes,
+            planner=self.planner,
+            cost=self.cost,  # type: ignore[arg-type]  # checked by the planner
         )
 
     # --- the search ---
@@ -325,9 +342,7 @@ class _Search:
         """Of the plan of least peak, on fake tensors; workspaces of kernels, which these do not have, are added."""
         profile = self.profile(size)
         least, _ = least_peak_of(self.planner, profile)
-        plan = plan_checkpoints(
-            profile, target_kind="activation_budget_bytes", target_value=least, planner=self.planner
-        )
+        plan = self._plan(profile, least)
         dry = verify_plan(self.model, plan, self.resize(self.batch, size), self.loss_fn).peak_bytes
         return max(dry, least)
 

@@ -135,6 +135,20 @@ def _target(
     return target.target_kind, target.value, {"static_bytes": static.total_bytes}
 
 
+def budget_at_any_size(config: RunConfig, static: StaticBytes, device: torch.device) -> tuple[str, int | float]:
+    """(target kind, value) of the budget where the micro-batch is yet to be chosen.
+
+    A share is one of the peak of the batch as it is; ``static`` is what stands beside that one.
+    """
+    kind, value, options = _target(config, static, device, None)
+    if kind == "max_slowdown":
+        problem = "batch=auto needs a budget of memory"
+        raise config_error("max_slowdown", value, problem, remedy="budget_frac=0.5, or batch=fixed")
+    if config.target.key == "auto" and static.total_bytes is not None:
+        return "device_budget_bytes", int(value) + static.total_bytes
+    return ("device_budget_bytes", value) if options else (kind, value)
+
+
 def _auto_bytes(static: StaticBytes, room: Room) -> int:
     """What the device has left for activations once all else stands, and at least what the optimizer's step takes."""
     if static.total_bytes is None:

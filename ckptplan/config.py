@@ -84,6 +84,9 @@ class DType(str, enum.Enum):
         return self.value
 
 
+PLANNERS_FOR_ANY_SIZE = ("dp", "dynamic_programming", "optimal", "ilp", "greedy", "uniform")  # that batch=auto can ask
+
+
 @dataclass(frozen=True)
 class BlocksConfig:
     """``paths`` is "auto", or a list of module paths and globs such as ``[layers.*]``."""
@@ -234,6 +237,8 @@ class RunConfig:
 
     Attributes:
         steps: optimizer steps, of ``accumulate`` micro-batches each.
+        batch: "fixed": micro-batches of ``data.batch_size``; "auto": the fastest that fits, "largest": the largest;
+            a step has ``data.batch_size`` times ``accumulate`` samples with all three.
         clip_norm: largest norm of the gradient, None for no clipping.
         oom_retries: how many tighter plans a step may try after running out of memory; 0: the run ends at once.
         eval_every, log_every: in optimizer steps; ``eval_every`` None evaluates at the end only.
@@ -249,6 +254,7 @@ class RunConfig:
     output_dir: str = "outputs"
     steps: int = 60
     accumulate: int = 1
+    batch: str = "fixed"
     clip_norm: float | None = 1.0
     oom_retries: int = 5
     eval_every: int | None = None
@@ -626,6 +632,7 @@ def _check_choices(config: RunConfig) -> None:
         raise config_error("output_dir", config.output_dir, "empty; expected a folder", remedy="output_dir=outputs")
     _check_device(config)
     check_choice("cost", config.cost, ("time", "flops"))
+    _check_batch(config)
     check_choice("scheduler.kind", config.scheduler.kind, ("constant", "cosine", "linear"))
     check_choice("logger.kind", config.logger.kind, ("none", "csv", "tensorboard", "trackio", "wandb"))
     _check_engine(config)
@@ -655,6 +662,21 @@ def _check_choices(config: RunConfig) -> None:
             raise config_error(key, value, f"planner={name} needs it", remedy=f"planner={name} {example}")
         if planner.name != name and value:
             raise config_error(key, value, f"only planner={name} reads it", remedy=f"planner={name} {example}")
+
+
+def _check_batch(config: RunConfig) -> None:
+    check_choice("batch", config.batch, ("fixed", "auto", "largest"))
+    if config.batch == "fixed":
+        return
+    if config.engine.kind != "single":
+        problem = "the micro-batch is chosen for one process"
+        raise config_error("batch", config.batch, problem, remedy="batch=fixed, or engine=single")
+    if config.planner.name not in PLANNERS_FOR_ANY_SIZE:
+        problem = f"planner={config.planner.name} does not plan for a budget at each size"
+        raise config_error("batch", config.batch, problem, remedy="planner=dp, or batch=fixed")
+    if not isinstance(config.data.get("batch_size"), int):
+        problem = "the data has no data.batch_size, samples in a step, of which micro-batches are parts"
+        raise config_error("batch", config.batch, problem, remedy="batch=fixed")
 
 
 def _check_engine(config: RunConfig) -> None:

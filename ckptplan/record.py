@@ -195,6 +195,16 @@ class TrainingRecord:
 
 
 @dataclass(slots=True)
+class BatchRecord:
+    size: int | None = None  # samples of a micro-batch, of all ranks together; None: the data does not say
+    accumulate: int | None = None
+    largest: int | None = None  # with batch=auto or largest: what was found, with samples per second as predicted
+    fastest: int | None = None
+    largest_samples_per_s: float | None = None
+    fastest_samples_per_s: float | None = None
+
+
+@dataclass(slots=True)
 class StateRecord:
     path: str | None = None  # the newest state of the run that is durable
     step: int | None = None  # of that state
@@ -236,6 +246,7 @@ class RunResult:
     engine: EngineRecord = field(default_factory=EngineRecord)
     latency: LatencyRecord = field(default_factory=LatencyRecord)
     gradients: GradientsRecord = field(default_factory=GradientsRecord)
+    batch: BatchRecord = field(default_factory=BatchRecord)
     training: TrainingRecord = field(default_factory=TrainingRecord)
     state: StateRecord = field(default_factory=StateRecord)
     timing: TimingRecord = field(default_factory=TimingRecord)

@@ -86,6 +86,7 @@ from ckptplan.report.page import try_write_report
 from ckptplan.report.records import is_job_of_sweep
 from ckptplan.report.tables import footprint_table, plan_table, result_table
 from ckptplan.resuming import RunStates, Stored, Trained, plan_made_for, restore_random, stored_form
+from ckptplan.run_batch import choose_batch, with_micro_batch
 from ckptplan.run_estimate import AbsentDevice, plan_footprint, record_footprint, record_profile
 from ckptplan.run_profile import compiled_budgets, profile_blocks_of_run, stored_profile
 from ckptplan.run_records import (
@@ -404,7 +405,24 @@ class _Run:
         footprint_table(room.title, rows, self.console)
 
     def prepare(self) -> Prepared:
-        """Everything that stands before blocks are measured; told to the user where it does not fit together."""
+        """Everything that stands before blocks are measured, with the micro-batch that the run asks for."""
+        if self.config.batch != "fixed" and self.stored is not None and self.stored.batch_size is not None:
+            self.config = with_micro_batch(self.config, self.stored.batch_size, self.stored.plan["budget_bytes"])
+            made = self.prepare_as_it_is()
+        else:
+            made = self.prepare_as_it_is()
+            if self.config.batch != "fixed":
+                log.info("looking for the micro-batch (batch=%s) ...", self.config.batch)
+                self.config = choose_batch(
+                    self.config, self.result, made.trained.model, made.selection.blocks, made.batch,
+                    _loss_fn(made.runtime), made.trained.optimizer, made.static, made.runtime.device,
+                )  # fmt: skip
+                made = self.prepare_as_it_is()
+        self.result.batch.size, self.result.batch.accumulate = made.trained.batch_size, self.config.accumulate
+        return made
+
+    def prepare_as_it_is(self) -> Prepared:
+        """Told to the user where parts do not fit together."""
         runtime = self.choose_runtime()
         data = self.build_data()
         if self.ranks.size > 1:

@@ -41,7 +41,7 @@ dashboards sweeps cluster
 report report.tables report.records report.steps report.figures report.vega report.tradeoff report.charts
 report.page report.export report.text report.__main__
 larger_batches run_estimate calibrate
-telling run_records run_profile run engine.launch cli engine.worker __main__
+telling run_records run_profile run_batch run engine.launch cli engine.worker __main__
 """.split()
 
 # What plans, checks and reports without a model at hand.

@@ -27,11 +27,11 @@ from ckptplan.record import (
 # The keys of section 7 of the design, written out a second time on purpose.
 DESIGN_KEYS = {
     "": "schema status error config_hash name planner profile plan certificate model data device dtype seed torch "
-    "budget memory engine latency gradients training state timing environment notes",
+    "budget memory engine latency gradients batch training state timing environment notes",
     "profile": "source file measured_s",
     "plan": "text digest solve_s kept recomputed selective compiled optimality_gap",
-    "certificate": "cost cost_kind lower_bound flat_lower_bound gap cross_check dry_run_peak_bytes operator "
-    "block phase",
+    "certificate": "cost cost_kind lower_bound flat_lower_bound gap cross_check weight_copies_bytes dry_run_peak_bytes "
+    "operator block phase",
     "budget": "kind value bytes margin_bytes",
     "memory": "no_checkpoint_predicted_peak_bytes no_checkpoint_measured_peak_bytes predicted_peak_bytes "
     "measured_peak_bytes prediction_error within_budget smallest_reachable_bytes peak_at weights_bytes gradients_bytes "
@@ -40,6 +40,7 @@ DESIGN_KEYS = {
     "latency": "step_ms no_checkpoint_step_ms overhead_ratio predicted_overhead_ratio recompute_flops_ratio",
     "gradients": "checked reference max_abs_diff max_rel_diff bitwise_equal passed",
     "training": "steps first_loss last_loss samples_per_s tokens_per_s oom_recoveries",
+    "batch": "size accumulate largest fastest largest_samples_per_s fastest_samples_per_s",
     "state": "path step saved stall_s resumed_from resumed_step",
     "timing": "profile_s plan_s apply_s train_s total_s",
 }

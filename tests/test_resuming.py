@@ -90,7 +90,7 @@ def run(compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ru
         try:
             return whole(model, *arguments, **options)
         finally:
-            made["weights"] = {name: value.clone() for name, value in model.state_dict().items()}
+            made["weights"] = {name: value.clone() for name, value in model.model.state_dict().items()}
 
     def stopping(self: Any, position: Any, figures: Any) -> None:
         after_step(self, position, figures)
@@ -227,6 +227,17 @@ class TestThePlan:
         part = run("steps=6", resume=part.folder)
         assert part.result["plan"] == before
         assert part.result["profile"]["source"] == "resumed"
+
+    def test_a_micro_batch_that_was_chosen_stays(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        chosen = ("steps=6", "state.every=2", "batch=largest", "budget_frac=0.9")
+        whole = run(*chosen)
+        part = run(*chosen, stop_at=3)
+        monkeypatch.setattr(run_module, "choose_batch", None)
+        part = run(*chosen, resume=part.folder)
+        assert part.result["batch"]["size"] == whole.result["batch"]["size"]
+        assert part.result["profile"]["source"] == "resumed"
+        assert (part.code, part.rows) == (0, whole.rows)
+        assert_same(part.weights, whole.weights)
 
     @pytest.mark.parametrize("change", ["planner=greedy", "budget_frac=1", "cost=time", "runtime.dtype=bf16_mixed"])
     def test_another_is_made_when_what_it_depends_on_has_changed(self, run: Run, monkeypatch, change: str) -> None:

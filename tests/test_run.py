@@ -277,6 +277,18 @@ class TestEnds:
         assert "optimizer state" in caplog.text
         assert "Use a smaller budget or data.batch_size" in caplog.text
 
+    @pytest.mark.parametrize(("batch", "answer"), [("auto", "fastest"), ("largest", "largest")])
+    def test_the_micro_batch_is_chosen_and_the_samples_of_a_step_stay(self, run, batch, answer) -> None:
+        code, fixed, _ = run("planner=dp", "state=sync", "data.batch_size=8")
+        code, result, _ = run("planner=dp", "state=sync", "data.batch_size=8", f"batch={batch}", "budget_frac=0.3")
+        assert (code, result["status"]) == (0, "ok")
+        found = result["batch"]
+        assert found["size"] == found[answer]
+        assert found["size"] * found["accumulate"] == 8
+        assert found["largest"] < 8, "not all of them at once"
+        assert result["memory"]["within_budget"]
+        assert result["training"]["last_loss"] == pytest.approx(fixed["training"]["last_loss"], rel=1e-3)
+
     def test_out_of_memory_in_training_costs_a_tighter_plan_and_no_weight(self, run, monkeypatch, caplog) -> None:
         code, plain, folder = run("planner=dp", "state=sync")
         weights = read_state(folder)
