@@ -10,9 +10,10 @@ from torch import nn
 
 from ckptplan.batch_size import Maximized, Search, resized
 from ckptplan.blocks import CheckpointableBlock
-from ckptplan.budget import StaticBytes, budget_at_any_size
+from ckptplan.budget import budget_at_any_size
 from ckptplan.config import RunConfig, config_error
 from ckptplan.data import Batch
+from ckptplan.footprint import StaticBytes
 from ckptplan.record import RunResult
 from ckptplan.subject import LossFn
 
