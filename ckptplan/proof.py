@@ -307,12 +307,13 @@ class _Start:
 
     buffers: dict[str, torch.Tensor]
     streams: GlobalStreams
-    attributes: KeptAttributes
+    attributes: KeptAttributes | None  # None under an engine, which has state of its own in those of the model
 
     @staticmethod
     def of(pair: StepPair) -> _Start:
         buffers = {name: b.detach().clone() for name, b in pair.buffers().items()}
-        return _Start(buffers, GlobalStreams.now(pair.device), KeptAttributes.of(pair.twin))
+        attributes = KeptAttributes.of(pair.twin) if pair.is_alone else None
+        return _Start(buffers, GlobalStreams.now(pair.device), attributes)
 
     def restore(self, pair: StepPair) -> None:
         with torch.no_grad():
@@ -322,7 +323,8 @@ class _Start:
                 else:  # it was None before a forward made it
                     owner, _, last = name.rpartition(".")
                     setattr(pair.twin.get_submodule(owner), last, None)
-        self.attributes.put_back(pair.twin)
+        if self.attributes is not None:
+            self.attributes.put_back(pair.twin)
         self.streams.put_back(pair.device)
         pair.batch.renew()
 
@@ -351,7 +353,7 @@ def _outcome(pair: StepPair, step: Callable[[], torch.Tensor], start: _Start) ->
         if tensor.requires_grad:
             gradients[f"input {i}"] = None if tensor.grad is None else _on_host(tensor.grad)
     buffers = {name: _on_host(buffer) for name, buffer in pair.buffers().items()}
-    attributes = AttributeValues.of(pair.twin)
+    attributes = AttributeValues.of(pair.twin) if pair.is_alone else AttributeValues({}, {})
     outcome = StepOutcome(_on_host(loss), gradients, buffers, torch_state(pair.device), library_state(), attributes)
     for tensor in (*pair.twin.parameters(), *inputs):
         tensor.grad = None
