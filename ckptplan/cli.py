@@ -534,6 +534,9 @@ def _with_state_mode(
     in_sweep = OmegaConf.select(hydra_config, "job.num", throw_on_missing=False) is not None
     if loaded.resume is not None and "MULTIRUN" in str(hydra_config.mode):
         raise config_error("resume", loaded.resume, "jobs in one process cannot go on", remedy="hydra/launcher=process")
+    if in_sweep and loaded.state.location is not None:
+        problem = "the jobs of a sweep would save into one place; each has its own folder"
+        raise config_error("state.location", loaded.state.location, problem, remedy="state.location=null")
     if loaded.state.mode != "auto":
         return loaded, resolved
     mode = "off" if in_sweep and loaded.resume is None else "async"

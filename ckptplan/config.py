@@ -179,6 +179,8 @@ class StateConfig:
         every: optimizer steps between saves; None: only when the run ends. It always saves then.
         keep_last: how many of the newest stay; None: all.
         keep_best: so many of the best stay too, by ``best_metric``, the least or the greatest (``best_mode``).
+        location: where they lie, a folder or a URL (s3://bucket/run); None: ``state/`` in the run's folder.
+        cache: folder for copies of what is read from a URL.
     """
 
     mode: str = "auto"
@@ -187,6 +189,8 @@ class StateConfig:
     keep_best: int | None = None
     best_metric: str = "eval/loss"
     best_mode: str = "min"
+    location: str | None = None
+    cache: str | None = None
 
 
 @dataclass(frozen=True)
@@ -641,6 +645,9 @@ def _check_choices(config: RunConfig) -> None:
     check_choice("state.mode", config.state.mode, ("auto", "async", "sync", "off"))
     check_choice("state.best_metric", config.state.best_metric, ("eval/loss", "train/loss"))
     check_choice("state.best_mode", config.state.best_mode, ("min", "max"))
+    if re.search(r"://[^/]*:[^/]*@", config.state.location or ""):  # it would stand in config.yaml and in every log
+        problem = "a URL with a password in it"
+        raise config_error("state.location", NOT_GIVEN, problem, remedy="the URL alone; credentials in the environment")
     if config.resume == "":
         raise config_error("resume", "", "empty; expected a run folder, a name, latest or auto", remedy="resume=latest")
     planner = config.planner

@@ -33,7 +33,7 @@ from ckptplan.plan import CheckpointPlan
 from ckptplan.randomness import put_back_streams, streams_to_save
 from ckptplan.record import StateRecord
 from ckptplan.runs import AUTO, STATE_FOLDER, describe_changes
-from ckptplan.state import CheckpointManager, Future, ItemSpec, OptimizerByName
+from ckptplan.state import CheckpointManager, Future, ItemSpec, OptimizerByName, Storage, StorageConfig
 from ckptplan.training import Position
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class RunStates:
     def __init__(
         self, folder: Path, config: StateConfig, record: StateRecord, notes: list[str], ranks: Ranks | None = None
     ) -> None:
-        self.location = folder / STATE_FOLDER
+        self.location = str(folder / STATE_FOLDER) if config.location is None else config.location.rstrip("/")
         self.config, self.record, self.notes = config, record, notes
         self.is_on = config.mode != "off"
         self._folder = folder
@@ -166,13 +166,19 @@ class RunStates:
             # Nothing goes on beside a state that is saved when the run ends: no need for a copy of it in memory.
             is_background = config.mode in ("async", "auto") and config.every is not None
             self._manager = CheckpointManager(
-                self.location,
+                storage=self._storage(),
                 mode="async" if is_background else "sync",
                 items={"random": ItemSpec(scope="per_rank")} if self._ranks.size > 1 else {},
                 keep_last=config.keep_last,
                 keep_best=best if config.keep_best and config.keep_last else None,
             )
         return self._manager
+
+    def _storage(self) -> Storage:
+        try:
+            return StorageConfig(self.location, cache=self.config.cache).open()
+        except (ImportError, ValueError) as error:
+            raise config_error("state.location", self.location, str(error)) from error
 
     def __enter__(self) -> RunStates:
         return self
@@ -190,6 +196,9 @@ class RunStates:
             raise
         self._manager.__exit__(kind, error, None)
 
+    def _at(self, checkpoint_id: str) -> str:
+        return f"{self.location}/{checkpoint_id}"
+
     def abandon(self) -> None:
         """Wait for nothing: what is committed stays, what the writer has been handed wholly it finishes by itself."""
         self._pending = None
@@ -204,6 +213,8 @@ class RunStates:
         ``resume="auto"`` takes the newest good one, anything else the one it names, or the newest.
         Raises ``ConfigError`` where that is damaged or of another format.
         """
+        if self.config.location is not None and self.is_on:
+            self._ranks.from_first(lambda: self._require_place(is_new=resume is None))
         if resume is None:
             return None
         self._may_fall_back = resume == AUTO
@@ -212,6 +223,19 @@ class RunStates:
             log.info("resume=%s: no state to go on from; a new run begins", resume)
             return None
         return self._small_items(wanted)
+
+    def _require_place(self, is_new: bool) -> None:
+        """A bucket that is not there is told before anything is trained; a new run takes no place of another's."""
+        try:
+            self.manager.claim()
+            there = self.manager.latest() if is_new else None
+        except (OSError, StateError) as error:
+            raise config_error("state.location", self.location, str(error)) from error
+        if there is not None:
+            problem = f"the states of a run lie there already, the newest is {there}"
+            raise config_error(
+                "state.location", self.location, problem, remedy="resume=auto to go on with it, or another location"
+            )
 
     def _claimed(self, resume: str) -> str | None:
         """The name of the state that ``resume`` means, the folder taken for this run."""
@@ -232,7 +256,7 @@ class RunStates:
         return self._older(name, faults, self._ranks.from_first(lambda: self.manager.next_good(name)))
 
     def _small_items(self, checkpoint_id: str) -> Stored:
-        where = self.location / checkpoint_id
+        where = self._at(checkpoint_id)
         try:
             items = self.manager.load(checkpoint_id, into=dict.fromkeys(_SMALL_ITEMS))
             position = dict(items["position"])
@@ -244,11 +268,11 @@ class RunStates:
             raise config_error("resume", where, f"this is no state of a run of this version: {error}") from error
 
     def _older(self, damaged: str, faults: Sequence[str], good: str | None) -> Stored:
-        where = self.location / damaged
+        where = self._at(damaged)
         if good is None or not self._may_fall_back:
             remedy = "the command without resume=, for a new run"
             if good is not None:
-                remedy = f"{shell_override('resume', str(self.location / good))}, the newest good state, or resume=auto"
+                remedy = f"{shell_override('resume', self._at(good))}, the newest good state, or resume=auto"
             raise config_error("resume", where, f"damaged: {'; '.join(faults[:5])}", remedy=remedy)
         log.warning("%s is damaged (%s): the newest good state, %s, is taken", where, faults[0], good)
         self.notes.append(f"went on from {good}, because {damaged} is damaged: {faults[0]}")
@@ -277,7 +301,7 @@ class RunStates:
                     "the state holds no loss scale (it was saved in another number format): it starts anew"
                 )
         fresh = [dict(group) for group in trained.optimizer.param_groups]
-        where = self.location / stored.checkpoint_id
+        where = self._at(stored.checkpoint_id)
         try:
             loaded = self.manager.load(stored.checkpoint_id, into=into)
         except StateMismatchError as error:
@@ -363,7 +387,7 @@ class RunStates:
             log.warning("%s (earlier states are as they were)", told)
             self.notes.append(told)
             return error
-        self.record.path = str(self.location / pending.checkpoint_id)
+        self.record.path = self._at(pending.checkpoint_id)
         self.record.step = pending.result().step
         self.record.saved = (self.record.saved or 0) + 1
         return None

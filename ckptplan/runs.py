@@ -32,6 +32,7 @@ from ckptplan.record import flatten, write_atomic
 log = logging.getLogger(__name__)
 
 STATE_FOLDER = "state"
+_STATE_ELSEWHERE = re.compile(r"^state:\n(?:  .*\n)*?  location: (?!null$)", re.MULTILINE)
 AUTO = "auto"
 LATEST = "latest"
 _DEEPEST = (
@@ -73,8 +74,13 @@ def remember_typed(folder: Path, overrides: Sequence[str]) -> None:
 
 
 def holds_state(folder: Path) -> bool:
-    """Whether there is anything to resume, good or damaged."""
-    return next((folder / STATE_FOLDER).glob("*/manifest.json"), None) is not None
+    """Whether there is anything to resume, good or damaged; a run that saves somewhere else may have it there."""
+    if next((folder / STATE_FOLDER).glob("*/manifest.json"), None) is not None:
+        return True
+    try:
+        return _STATE_ELSEWHERE.search((folder / "config.yaml").read_text(encoding="utf-8")) is not None
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def typed_value(key: str, overrides: Sequence[str]) -> str | None:
