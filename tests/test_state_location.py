@@ -20,6 +20,7 @@ Run = Callable[..., int]
 def run(start_folder: Path) -> Run:
     def start(folder: str, *overrides: str, code: int = 0) -> None:
         common = [*TINY, "logger=none", "report=false", "proof.latency_trials=0", "steps=4", "state.every=2"]
+        common += ["state.mode=async"]  # debug=fast saves nothing
         assert cli.main([*common, f"hydra.run.dir={folder}", *overrides]) == code
 
     return start
@@ -65,5 +66,5 @@ def test_what_cannot_be_a_location_is_said_before_the_run_begins(
 
 
 def test_the_jobs_of_a_sweep_have_no_common_place(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    run("c", "hydra.job.num=1", "state=async", "state.location=memory://x/y", code=2)
+    run("c", "hydra.job.num=1", "state.location=memory://x/y", code=2)
     assert "state.location=memory://x/y: the jobs of a sweep would save into one place" in capsys.readouterr().err
