@@ -133,7 +133,7 @@ def measured_under(make: Callable[[nn.Module], Parallel]) -> Engine:
     """The engine that ``make`` puts a twin under, for the proof of a plan."""
     if "nccl" in dist.get_backend():
         return Engine(lambda twin: make(twin).module)
-    return Engine(lambda twin: make(twin).module, settled=_threads_of_gloo_waited_for, peak_trials=6)
+    return Engine(lambda twin: make(twin).module, settled=_threads_of_gloo_waited_for, peak_trials=12)
 
 
 @contextlib.contextmanager
@@ -147,12 +147,12 @@ def _threads_of_gloo_waited_for() -> Iterator[None]:
 
     def waiting(collective: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            storages = [tensor.untyped_storage() for tensor in tensors_in((args, kwargs))]
-            held = [_num_users(storage) for storage in storages]
+            tensors = tensors_in((args, kwargs))
+            held = [_num_users(tensor) for tensor in tensors]
             work = collective(*args, **kwargs)
             deadline_s = time.monotonic() + _GLOO_LETS_GO_S
             while time.monotonic() < deadline_s and any(
-                _num_users(storage) > before for storage, before in zip(storages, held, strict=True)
+                _num_users(tensor) > before for tensor, before in zip(tensors, held, strict=True)
             ):
                 time.sleep(2e-4)
             return work
@@ -168,10 +168,12 @@ def _threads_of_gloo_waited_for() -> Iterator[None]:
             setattr(dist, name, collective)
 
 
-def _num_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors, anywhere in the process, hold the storage; 0 where this torch does not tell."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return 0 if count is None else int(count(storage._cdata))
+def _num_users(tensor: torch.Tensor) -> int:
+    """How many hold the tensor or its storage, anywhere in the process; 0 where this torch does not tell."""
+    of_tensor, of_storage = getattr(tensor, "_use_count", None), getattr(torch._C, "_storage_Use_Count", None)
+    if of_tensor is None or of_storage is None:
+        return 0
+    return int(of_tensor()) + int(of_storage(tensor.untyped_storage()._cdata))
 
 
 def gradient_order(
