@@ -139,7 +139,7 @@ def exchange_s(world: int) -> float:
 def main() -> None:
     """One row for each number of ranks."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, nargs="*", default=[8, 64, 256])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[8, 64, 256, 1024])
     total = sum(4 * prod(shape) for _, _, shape in tensors())
     print(f"{len(tensors())} tensors, {total / 1e9:.1f} GB")
     print("ranks | GB per rank (least, most) | plan of a save s | chunk KiB | manifest MB | parse s | plan of a load "
