@@ -49,6 +49,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # twenty processes, each of which imports torch
 def test_every_number_of_ranks_loads_what_every_other_saved(tmp_path: Path) -> None:
     for world in (1, 2, 3, 4):
         code = f"train_and_save(location, 'from-{world}')\ntell()\ndist.destroy_process_group()\n"
