@@ -90,12 +90,12 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on_as_one_process_would(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_saved_on_four_ranks_it_goes_on_on_two_and_on_one(tmp_path: Path, engine: str) -> None:
+def test_saved_on_four_ranks_it_goes_on_on_two(tmp_path: Path, engine: str) -> None:
     folder = tmp_path / "run"
-    for steps, ranks, resume in ((4, 4, ()), (7, 2, (f"resume={folder}",)), (9, 1, (f"resume={folder}",))):
+    for steps, ranks, resume in ((4, 4, ()), (7, 2, (f"resume={folder}",))):
         code, told = run(folder, f"engine={engine}", f"engine.nproc={ranks}", f"steps={steps}", *SAVES, *resume)
         assert code == 0, told
-    code, told = run(tmp_path / "alone", "steps=9", "state=off")
+    code, told = run(tmp_path / "alone", "steps=7", "state=off")
     assert code == 0, told
     assert losses(folder) == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
 
