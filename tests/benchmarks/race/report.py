@@ -47,7 +47,8 @@ def markdown(report: Record, *, has_pictures: bool = False) -> str:
         "eager step without checkpointing: exact counts, and the minimum of "
         f"{report['rounds']} interleaved steps (processor time) with (median - minimum) / minimum as its spread. "
         "The compiled league is timed only: a compiler shows no operators to count. Only what may win is timed: "
-        "each rival's best within a timed budget, and of ours what was planned by time.",
+        "each rival's best within a timed budget, and of ours what was planned by time. A part that is run again takes "
+        "bytes, FLOPs and gradients from its run before on the same machine and versions; times it takes anew.",
         "",
         "## Verdict",
         "",
