@@ -35,9 +35,10 @@ DESIGN_KEYS = {
     "budget": "kind value bytes margin_bytes",
     "memory": "no_checkpoint_predicted_peak_bytes no_checkpoint_measured_peak_bytes predicted_peak_bytes "
     "measured_peak_bytes prediction_error within_budget smallest_reachable_bytes peak_at weights_bytes gradients_bytes "
-    "optimizer_bytes device_peak_bytes device_reserved_bytes",
+    "optimizer_bytes device_peak_bytes device_reserved_bytes rows",
     "engine": "kind ranks gathered_weights_bytes gradient_buckets_bytes per_rank",
-    "latency": "step_ms no_checkpoint_step_ms overhead_ratio predicted_overhead_ratio recompute_flops_ratio",
+    "latency": "step_ms no_checkpoint_step_ms overhead_ratio predicted_overhead_ratio predicted_step_ms "
+    "recompute_flops_ratio",
     "gradients": "checked reference max_abs_diff max_rel_diff bitwise_equal passed",
     "training": "steps first_loss last_loss samples_per_s tokens_per_s oom_recoveries",
     "batch": "size accumulate largest fastest largest_samples_per_s fastest_samples_per_s",
