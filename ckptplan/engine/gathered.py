@@ -10,7 +10,7 @@ weights of the root (whatever is in no unit), which stay gathered from the first
                     before the step); gradients of the root that have come
     then            gradients G_j, the buffer R_j that they are copied to, W_(j-1)
 
-Measured on gloo with torch 2.6 to 2.13 (tests/engine); other releases are held to it by ``prediction_error`` of a run.
+Measured on gloo with torch 2.13 (tests/engine); other releases are held to it by ``prediction_error`` of a run.
 """
 
 from __future__ import annotations
