@@ -218,16 +218,20 @@ def _is_of_fully_shard(hook: Any) -> bool:
 
 
 _HOOKS_ON_ALL = tuple(f"_global_{name}_hooks" for name in ("forward_pre", "forward", "backward_pre", "backward"))
+_NO_USERS = ("ckptplan.", "torch.")
 _switched_off: list[dict[str, dict[int, Any]]] = []
 
 
 def hooks_on_all_modules() -> dict[str, dict[int, Any]]:
-    """What was registered by ``register_module_forward_hook`` and the like, but for our own; by torch's name for it."""
+    """What users registered by ``register_module_forward_hook`` and the like, by torch's name for it.
+
+    PyTorch's own note which module runs (``FlopCounterMode``) and look at no values.
+    """
     found: dict[str, dict[int, Any]] = {}
     for name in _HOOKS_ON_ALL:
         hooks: dict[int, Any] = getattr(nn.modules.module, name, {})
         found[name] = {
-            key: hook for key, hook in hooks.items() if not str(getattr(hook, "__module__", "")).startswith("ckptplan.")
+            key: hook for key, hook in hooks.items() if not str(getattr(hook, "__module__", "")).startswith(_NO_USERS)
         }
     return found
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 from ckptplan.apply import checkpointed
 from ckptplan.dry_run import verify_plan
@@ -126,3 +127,15 @@ class TestHooksOnAllModules:
             handle.remove()
         with checkpointed(model, CheckpointPlan.from_text("R(0 1) K2", NAMES)):
             loss_fn(model, batch).backward()
+
+    def test_those_of_torch_are_none(self) -> None:
+        model, batch = Net(), torch.randn(8, WIDTH)
+        with (
+            checkpointed(model, CheckpointPlan.from_text("R(0 1) K2", NAMES)),
+            FlopCounterMode(display=False) as counter,
+        ):
+            loss_fn(model, batch).backward()
+        product = 2 * 8 * WIDTH * 32
+        # forward, and again but for the segment's last product, which backward does not need; two more in backward,
+        # but for the gradient of the batch
+        assert counter.get_total_flops() == (6 + 3 + 2 * 6 - 1) * product
