@@ -191,6 +191,27 @@ def test_parts_of_two_leagues_are_one_record_that_is_judged_anew(
     assert "holds no parts of gpt12" in capsys.readouterr().err
 
 
+def test_what_was_not_run_stands_beside_the_outcome() -> None:
+    eager = _record(_configuration(BY_FLOPS, 450, 110, asked=500))
+    eager["budgets"][0]["timed"] = []
+    table = markdown(_report(eager))
+    assert (
+        "Won, in all that was run. Not run: times of the eager league of made up; the compiled league of made up."
+        in (table)
+    )
+    assert "not timed" in table
+    lost = _configuration("r", 440, 100)
+    eager["configurations"].append(lost)
+    eager["verdict"] = judge(eager)
+    assert "Not won. Not run: " in markdown(_report(eager))
+
+
+def _report(record: dict[str, Any]) -> dict[str, Any]:
+    machine = {"processor": "a processor", "torch": "2", "python": "3"}
+    whole = {"commands": ["command"], "race_s": 60.0, "machine": machine, "seed": 0, "rounds": 0, "note": "A note."}
+    return whole | {"models": [{"verdict": judge(record), **record}]}
+
+
 def test_only_what_may_win_at_a_timed_budget_is_timed() -> None:
     record = _record(
         _configuration("r", 490, 130),

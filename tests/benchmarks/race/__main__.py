@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     if not parts:
         print(f"{options.out} holds no parts of {', '.join(options.models)} to merge", file=sys.stderr)
         return 2
-    whole = _whole(parts)
+    whole = _whole(parts) | {"note": options.note}
     (options.out / "race.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     has_pictures = importlib.util.find_spec("matplotlib") is not None
     table = report.markdown(whole, has_pictures=has_pictures)
@@ -100,6 +100,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="take the parts of the same settings that are there")
     parser.add_argument("--afresh", action="store_true", help="measure bytes, FLOPs and gradients again, too")
     parser.add_argument("--merge", action="store_true", help="run nothing: one table of all parts that are there")
+    parser.add_argument("--note", default="", help="a sentence for the head of the table (what else the machine did)")
     parser.add_argument("--out", type=Path, default=Path("outputs/race"), help="default: outputs/race")
     options = parser.parse_args(arguments)
     if options.quick:

@@ -33,6 +33,7 @@ def markdown(report: Record, *, has_pictures: bool = False) -> str:
         f"{machine['processor']} (one thread), torch {machine['torch']}, Python {machine['python']}, "
         f"seed {report['seed']}.",
         "",
+        *([report["note"], ""] if report["note"] else []),
         "To repeat it (all of it two hours, or in parts: `python -m tests.benchmarks.race --help`):",
         "",
         "```bash",
@@ -46,7 +47,8 @@ def markdown(report: Record, *, has_pictures: bool = False) -> str:
         "whatever budget it was made for; of ours, the plan made for this budget. FLOPs and time are shares of the "
         "eager step without checkpointing: exact counts, and the minimum of "
         f"{report['rounds']} interleaved steps (processor time) with (median - minimum) / minimum as its spread. "
-        "The compiled league is timed only: a compiler shows no operators to count. Only what may win is timed: "
+        "The compiled league is timed only: a compiler shows no operators to count; where it was not timed, each rival "
+        "is shown with its least peak. Only what may win is timed: "
         "each rival's best within a timed budget, and of ours what was planned by time. A part that is run again takes "
         "bytes, FLOPs and gradients from its run before on the same machine and versions; times it takes anew.",
         "",
@@ -74,7 +76,23 @@ def _verdict(records: list[Record]) -> list[str]:
             lines.append(f"- {record['model']}: budgets overstepped by rivals' own plans: {told}")
         for key in LOSSES:
             lines += [f"- {record['model']}, {key}: {fault}" for fault in record["verdict"][key]]
-    return [*lines, "", "Won." if all(is_won(record["verdict"]) for record in records) else "Not won."]
+    return [*lines, "", _outcome(records)]
+
+
+def _outcome(records: list[Record]) -> str:
+    """Won or not, and what of it was not run."""
+    missing = []
+    for league in ("eager", "compiled"):
+        raced = [record for record in records if rivals(record, league)]
+        untimed = [record["model"] for record in raced if not timed_budgets(record, league)]
+        absent = [record["model"] for record in records if record not in raced]
+        missing += [f"the {league} league of {', '.join(absent)}"] if absent else []
+        missing += [f"times of the {league} league of {', '.join(untimed)}"] if untimed else []
+    if not all(is_won(record["verdict"]) for record in records):
+        won = "Not won."
+    else:
+        won = "Won, in all that was run." if missing else "Won."
+    return f"{won} Not run: {'; '.join(missing)}." if missing else won
 
 
 def _count(record: Record, key: str) -> str:
