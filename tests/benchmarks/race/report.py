@@ -44,12 +44,8 @@ def markdown(report: Record, *, has_pictures: bool = False) -> str:
         "",
         "Peaks are bytes above what stands before a step (weights, gradients, batch), by the events of the CPU "
         "allocator. Each rival is shown with its cheapest configuration whose measured peak keeps to the budget, "
-        "whatever budget it was made for; of ours, the plan made for this budget. FLOPs and time are shares of the "
-        "eager step without checkpointing: exact counts, and the minimum of "
-        f"{report['rounds']} interleaved steps (processor time) with (median - minimum) / minimum as its spread. "
-        "The compiled league is timed only: a compiler shows no operators to count; where it was not timed, each rival "
-        "is shown with its least peak. Only what may win is timed: "
-        "each rival's best within a timed budget, and of ours what was planned by time. A part that is run again takes "
+        "whatever budget it was made for; of ours, the plan made for this budget. FLOPs are exact counts, as shares of "
+        f"the eager step without checkpointing. {_times_explained(report['rounds'])} A part that is run again takes "
         "bytes, FLOPs and gradients from its run before on the same machine and versions; times it takes anew.",
         "",
         "## Verdict",
@@ -59,6 +55,17 @@ def markdown(report: Record, *, has_pictures: bool = False) -> str:
     for record in report["models"]:
         lines += ["", *_model(record, has_pictures=has_pictures)]
     return "\n".join(lines) + "\n"
+
+
+def _times_explained(rounds: int) -> str:
+    compiled = "The compiled league has times only, as a compiler shows no operators to count"
+    if not rounds:
+        return f"{compiled}; without them each of its rivals is shown with its least peak."
+    return (
+        f"Times are shares too: the minimum of {rounds} interleaved steps (processor time), with (median - minimum) / "
+        f"minimum as the spread. {compiled}; where it was not timed, each rival is shown with its least peak. Only "
+        "what may win is timed: each rival's best within a timed budget, and of ours what was planned by time."
+    )
 
 
 def _verdict(records: list[Record]) -> list[str]:
