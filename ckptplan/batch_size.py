@@ -220,8 +220,13 @@ class Search:
 
         Not one sample: a dimension of one is contiguous however it lies, so copies are left out that others need.
         """
-        count = samples_in(self.batch) if self.resize is resized else len(tensors_in(self.batch)[0])
+        count = self.count
         return (max(2, count // 4), count) if count > 2 else (2, 4)
+
+    @cached_property
+    def count(self) -> int:
+        """Samples of the batch that was given."""
+        return samples_in(self.batch) if self.resize is resized else len(tensors_in(self.batch)[0])
 
     @cached_property
     def profile_at(self) -> AffineProfile:
@@ -236,12 +241,19 @@ class Search:
     def profile_of_one(self) -> ChainProfile:
         return self.measured(1)
 
+    def of_size(self, size: int) -> Any:
+        """A batch of this many samples. Raises ``ValueError`` where ``resize`` made another."""
+        batch = self.resize(self.batch, size)
+        found = {len(tensor) for tensor in tensors_in(batch) if tensor.dim()}
+        if size not in found:
+            raise ValueError(f"resize(batch, {size}) gave tensors of first dimensions {sorted(found)}; expected {size}")
+        return batch
+
     def measured(self, size: int) -> ChainProfile:
         with_options = self.planner in PLANNERS_WITH_OPTIONS and importlib.util.find_spec("scipy") is not None
         return profile_model(
-            self.model, self.blocks, self.resize(self.batch, size), self.loss_fn,
-            device=self.device, selective=with_options,
-        )  # fmt: skip
+            self.model, self.blocks, self.of_size(size), self.loss_fn, device=self.device, selective=with_options
+        )
 
     @cached_property
     def standing(self) -> StaticBytes:
@@ -250,7 +262,12 @@ class Search:
     @property
     def share_bytes(self) -> int:
         """What a share of the batch's own peak without checkpointing is in bytes; of a size, the size."""
-        return budget_for(*self.budget, no_checkpoint_peak(self.profile_at.high))
+        return budget_for(*self.budget, self._own_peak)
+
+    @cached_property
+    def _own_peak(self) -> int:
+        """Of the batch that was given, without checkpointing."""
+        return no_checkpoint_peak(self.profile_of_one if self.count == 1 else self.profile_at(self.count))
 
     def allowed(self, size: int) -> int:
         """Bytes that the activations of a micro-batch of this size may take."""
@@ -258,8 +275,7 @@ class Search:
         low, high = (_batch_bytes(self.resize(self.batch, n)) for n in self.sizes)
         row = (high - low) // (self.sizes[1] - self.sizes[0])
         static = replace(self.standing, batch_bytes=high + (size - self.sizes[1]) * row)
-        unplanned = no_checkpoint_peak(self.profile_at.high)
-        return allowed_bytes(kind, amount, unplanned, static, self.device, self.margin_frac)
+        return allowed_bytes(kind, amount, self._own_peak, static, self.device, self.margin_frac)
 
     def fits(self, size: int) -> bool:
         return self._fits_by(self.profile(size), size)
@@ -290,10 +306,13 @@ class Search:
 
     def run(self, confirm: bool) -> Maximized:
         limit = min(self.global_batch or MOST_SAMPLES, self.most or MOST_SAMPLES)
-        size = largest(self.fits, limit)
+        ladder: Sequence[int] = range(1, limit + 1)
+        if self.global_batch is not None:  # micro-batches that make it up
+            ladder = [n for n in ladder if self.global_batch % n == 0]
+        size = self._largest_on(ladder)
         notes: list[str] = []
         if size and confirm:
-            size = self._confirmed_by_dry_runs(size, limit, notes)
+            size = self._confirmed_by_dry_runs(size, ladder, notes)
         if not size:
             self._refuse()
         points = [self.point(n) for n in self._candidates(size)]
@@ -304,6 +323,10 @@ class Search:
             biggest, fastest = points[-1], max(points, key=lambda point: point.samples_per_s)
         chosen = fastest if self.objective == "throughput" else biggest
         return Maximized(chosen, biggest, fastest, tuple(points), self.profile, peak, tuple(notes))
+
+    def _largest_on(self, ladder: Sequence[int]) -> int:
+        count = largest(lambda place: self.fits(ladder[place - 1]), len(ladder))
+        return ladder[count - 1] if count else 0
 
     def _candidates(self, size: int) -> list[int]:
         if self.global_batch is not None:
@@ -323,27 +346,33 @@ class Search:
             limited_by=at,
         )
 
-    def _confirmed_by_dry_runs(self, size: int, limit: int, notes: list[str]) -> int:
-        """The size itself where the plan for it is seen to fit there and not one above; else the next that does."""
+    def _confirmed_by_dry_runs(self, size: int, ladder: Sequence[int], notes: list[str]) -> int:
+        """The size itself where the plan for it is seen to fit there and not at the next; else the next that does."""
+        place = ladder.index(size)
         try:
-            while size and self._dry_peak(size) > self.allowed(size):
-                notes.append(f"a batch of {size} was predicted to fit and does not, by its dry run")
-                size -= 1
-            while size < limit and self._dry_peak(size + 1) <= self.allowed(size + 1) and self.fits(size + 1):
-                size += 1
+            while place >= 0 and self._dry_peak(ladder[place]) > self.allowed(ladder[place]):
+                notes.append(f"a batch of {ladder[place]} was predicted to fit and does not, by its dry run")
+                place -= 1
+            while place + 1 < len(ladder) and self._fits_dry(ladder[place + 1]):
+                place += 1
         except DryRunError as error:
             notes.append(f"the largest batch is not confirmed: {error}")
             return size
-        above = " and one above does not" if size < limit else ""
-        notes.append(f"dry runs: the least plan fits at {size}{above}")
-        return size
+        if place < 0:
+            return 0
+        above = f" and {ladder[place + 1]} do not" if place + 1 < len(ladder) else ""
+        notes.append(f"dry runs: with the plan of least peak {ladder[place]} samples fit{above}")
+        return ladder[place]
+
+    def _fits_dry(self, size: int) -> bool:
+        return self.fits(size) and self._dry_peak(size) <= self.allowed(size)
 
     def _dry_peak(self, size: int) -> int:
         """Of the plan of least peak, on fake tensors; workspaces of kernels, which these do not have, are added."""
         profile = self.profile(size)
         least, _ = least_peak_of(self.planner, profile)
         plan = self._plan(profile, least)
-        dry = verify_plan(self.model, plan, self.resize(self.batch, size), self.loss_fn).peak_bytes
+        dry = verify_plan(self.model, plan, self.of_size(size), self.loss_fn).peak_bytes
         return max(dry, least)
 
     def _confirmed_by_real_steps(
@@ -352,7 +381,7 @@ class Search:
         """Sizes without those that a real step shows not to fit, and the measured peak of the answer."""
         for _ in range(MOST_TRIALS):
             chosen = points[-1] if self.objective == "batch" else max(points, key=lambda p: p.samples_per_s)
-            batch = self.resize(self.batch, chosen.batch_size)
+            batch = self.of_size(chosen.batch_size)
             peak = peak_of_planned_step(pair_of_model(self.model, chosen.plan, batch, self.loss_fn, self.device))
             told = "ran out of memory" if peak is None else f"took {format_bytes(peak)}"
             notes.append(f"a real step of {chosen.batch_size} {told}, {format_bytes(chosen.budget_bytes)} allowed")

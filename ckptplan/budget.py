@@ -12,10 +12,17 @@ from ckptplan.config import RunConfig, config_error
 from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError
 from ckptplan.footprint import Room, StaticBytes, room_of
 from ckptplan.plan import CheckpointPlan
-from ckptplan.planners import least_flat_peak, least_nested_peak, least_whole_peak, plan_checkpoints, smallest_reachable
+from ckptplan.planners import (
+    PLANNERS_THAT_COMPILE,
+    least_flat_peak,
+    least_nested_peak,
+    least_whole_peak,
+    plan_checkpoints,
+    smallest_reachable,
+)
 from ckptplan.planners.budgets import budget_for
 from ckptplan.profiles import ChainProfile
-from ckptplan.simulate import no_checkpoint_peak
+from ckptplan.simulate import no_checkpoint_peak, simulate_plan
 from ckptplan.units import format_bytes
 
 # Share of a CUDA budget left to what the allocator's statistics do not show between stages, unless margin_frac
@@ -86,6 +93,10 @@ def plan_for_budget(
             if given is not None:
                 raise config_error(key, given, str(error)) from error
         raise
+    except ValueError as error:
+        if config.planner.name not in PLANNERS_THAT_COMPILE:
+            raise
+        raise config_error("planner", config.planner.name, str(error), remedy="planner=dp") from error
     except TypeError as error:
         if not config.planner.options:
             raise
@@ -98,6 +109,16 @@ def plan_for_budget(
 
 def least_peak_of(planner: str, profile: ChainProfile) -> tuple[int, str]:
     """The least peak in bytes of this planner's kind of plan, and the stage and phase that set it."""
+    if planner in PLANNERS_THAT_COMPILE:
+        plan = plan_checkpoints(
+            profile,
+            target_kind="activation_budget_bytes",
+            target_value=0,
+            planner=planner,
+            on_infeasible="best_effort",
+        )
+        simulated = simulate_plan(profile, plan)
+        return simulated.peak_bytes, simulated.peak_at
     of_kind = {"optimal": least_nested_peak, "ilp": least_flat_peak, "dp": least_whole_peak}
     return of_kind.get(planner, smallest_reachable)(profile)
 

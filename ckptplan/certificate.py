@@ -91,6 +91,9 @@ class Certificate:
         check = {"agrees": " (HiGHS agrees)", "disagrees": " (HiGHS disagrees)"}.get(self.cross_check, "")
         if self.gap == 0:
             return f"proved the least of {over}{check}"
+        if self.flat_lower_bound is not None and self.cost <= self.flat_lower_bound * (1 + 1e-9):
+            least = self._cost_text(self.lower_bound)
+            return f"proved the least of flat plans{check}; one with segments or nests costs no less than {least}"
         bounds = [f"the least of {over} is no lower than {self._cost_text(self.lower_bound)}"]
         if self.flat_lower_bound is not None:
             bounds.append(f"of flat ones than {self._cost_text(self.flat_lower_bound)}{check}")

@@ -675,6 +675,9 @@ def _check_batch(config: RunConfig) -> None:
     check_choice("batch", config.batch, ("fixed", "auto", "largest"))
     if config.batch == "fixed":
         return
+    if config.runtime.device in DEVICES:
+        problem = "the largest batch of a device that is not there is told with budget=auto; none is chosen"
+        raise config_error("batch", config.batch, problem, remedy="batch=fixed budget=auto")
     if config.engine.kind != "single":
         problem = "the micro-batch is chosen for one process"
         raise config_error("batch", config.batch, problem, remedy="batch=fixed, or engine=single")

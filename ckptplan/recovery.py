@@ -14,14 +14,13 @@ import gc
 import logging
 import traceback
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from ckptplan.apply import checkpointed
+from ckptplan.attributes import KeptAttributes
 from ckptplan.data import Batch
 from ckptplan.engine.parallel import Parallel
 from ckptplan.errors import InfeasibleTargetError
@@ -36,7 +35,6 @@ from ckptplan.units import format_bytes
 log = logging.getLogger(__name__)
 
 SHRINK = 0.9  # of the peak of the plan that did not fit: what the next one may take
-_INTERNALS = frozenset(vars(nn.Module())) - {"training"} | {"forward"}  # "forward" is where plans are applied
 
 
 def tighter_plan(profile: ChainProfile, plan: CheckpointPlan) -> CheckpointPlan | None:
@@ -205,13 +203,7 @@ class StepUndo:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self._changing: set[str] | None = None  # names of buffers; None: not known yet
-        # lists and dicts among the attributes are written in place, so they are copied; others are exchanged
-        self._containers = [
-            value
-            for module in model.modules()
-            for name, value in vars(module).items()
-            if name not in _INTERNALS and isinstance(value, (list, dict, set))
-        ]
+        self._attributes: KeptAttributes | None = None
 
     def remember(self, window: list[Batch]) -> None:
         self._streams = GlobalStreams.now(self.device)
@@ -221,8 +213,10 @@ class StepUndo:
         self._copies = {
             name: tensor.detach().clone() for name in kept if (tensor := self._buffers[name][2]) is not None
         }
-        self._attributes = [(module, vars(module).copy()) for module in self.model.modules()]
-        self._contents = [(held, copy(held)) for held in self._containers]
+        self._attributes = KeptAttributes.of(self.model)
+        for held in (self._attributes.values, self._attributes.state):  # "forward" is where the plan is
+            for name in [name for name in held if name.rpartition(".")[2] == "forward"]:
+                del held[name]
 
     def _slots(self) -> Iterator[tuple[str, nn.Module, str, torch.Tensor | None]]:
         for path, module in self.model.named_modules():
@@ -248,7 +242,7 @@ class StepUndo:
                 if (tensor := self._buffers[name][2]) is not None and not torch.equal(tensor, copied)
             }
         self._changing = (self._changing or set()) | changed
-        self._buffers, self._copies, self._attributes, self._contents, self._window = {}, {}, [], [], []
+        self._buffers, self._copies, self._attributes, self._window = {}, {}, None, []
 
     def fault(self) -> str | None:
         """Why the step that was remembered cannot be undone; None: it can."""
@@ -274,29 +268,10 @@ class StepUndo:
                 owner._buffers[last] = tensor
                 if tensor is not None and name in self._copies:
                     tensor.copy_(self._copies[name])
-        for module, attributes in self._attributes:
-            _restore(module, attributes)
-        for held, content in self._contents:
-            _refill(held, content)
+        if self._attributes is not None:
+            self._attributes.put_back(self.model)
         self._streams.put_back(self.device)
 
 
 def _version(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor._version
-
-
-def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
-    now = vars(module)
-    for name in now.keys() - attributes.keys() - _INTERNALS:
-        del now[name]
-    for name, value in attributes.items():
-        if name not in _INTERNALS and now.get(name) is not value:
-            now[name] = value
-
-
-def _refill(held: Any, content: Any) -> None:
-    if isinstance(held, list):
-        held[:] = content
-    else:
-        held.clear()
-        held.update(content)

@@ -220,6 +220,9 @@ class RunStates:
         self._may_fall_back = resume == AUTO
         wanted = self._ranks.from_first(lambda: self._claimed(resume))
         if wanted is None:
+            if resume != AUTO and self.config.location is not None:
+                problem = f"state.location={self.location} holds no state of the run to go on from"
+                raise config_error("resume", resume, problem, remedy="resume=auto begins a new run where there is none")
             log.info("resume=%s: no state to go on from; a new run begins", resume)
             return None
         return self._small_items(wanted)

@@ -86,7 +86,7 @@ from ckptplan.report.page import try_write_report
 from ckptplan.report.records import is_job_of_sweep
 from ckptplan.report.tables import footprint_table, plan_table, result_table
 from ckptplan.resuming import RunStates, Stored, Trained, plan_made_for, restore_random, stored_form
-from ckptplan.run_batch import choose_batch, with_micro_batch
+from ckptplan.run_batch import choose_batch, is_budget_of, with_micro_batch
 from ckptplan.run_estimate import AbsentDevice, plan_footprint, record_footprint, record_profile
 from ckptplan.run_profile import compiled_budgets, profile_blocks_of_run, stored_profile
 from ckptplan.run_records import (
@@ -406,7 +406,8 @@ class _Run:
 
     def prepare(self) -> Prepared:
         """Everything that stands before blocks are measured, with the micro-batch that the run asks for."""
-        if self.config.batch != "fixed" and self.stored is not None and self.stored.batch_size is not None:
+        if self.config.batch != "fixed" and self.stored is not None and is_budget_of(self.config, self.stored):
+            assert self.stored.batch_size is not None
             self.config = with_micro_batch(self.config, self.stored.batch_size, self.stored.plan["budget_bytes"])
             made = self.prepare_as_it_is()
         else:
@@ -876,6 +877,7 @@ class _Run:
             )
         finally:
             recovery.remove()
+            self.result.training.oom_recoveries = len(recovery.tightened)
             self.result.notes += [each.text for each in recovery.tightened]
         self.result.timing.train_s = summary.train_s
         self.result.training = TrainingRecord(

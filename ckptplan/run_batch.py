@@ -11,10 +11,11 @@ from torch import nn
 from ckptplan.batch_size import Maximized, Search, resized
 from ckptplan.blocks import CheckpointableBlock
 from ckptplan.budget import budget_at_any_size
-from ckptplan.config import RunConfig, config_error
+from ckptplan.config import BUDGET_KEYS, RunConfig, config_error
 from ckptplan.data import Batch
 from ckptplan.footprint import StaticBytes
 from ckptplan.record import RunResult
+from ckptplan.resuming import Stored
 from ckptplan.subject import LossFn
 
 SHARES = ("budget_frac", "saving_frac")  # budgets that are shares of the peak of a batch
@@ -73,6 +74,14 @@ def with_micro_batch(config: RunConfig, size: int, share_bytes: int | None) -> R
         problem = f"the run was trained in micro-batches of {size} samples, which do not make up {samples}"
         raise config_error("data.batch_size", config.data["batch_size"], problem, remedy="batch=fixed")
     return replace(config, data={**config.data, "batch_size": size}, accumulate=samples // size)
+
+
+def is_budget_of(config: RunConfig, stored: Stored) -> bool:
+    """Whether the micro-batch of a stored run was chosen for what is asked for now."""
+    asked = {key: getattr(config, key) for key in (*BUDGET_KEYS, "margin_frac", "batch", "accumulate")}
+    same = all(stored.config.get(key) == value for key, value in asked.items())
+    same &= stored.config["data"].get("batch_size") == config.data["batch_size"]
+    return same and stored.batch_size is not None
 
 
 def _global_batch(config: RunConfig) -> int:

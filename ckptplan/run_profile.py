@@ -57,7 +57,8 @@ def profile_blocks_of_run(
         model_budgets = ()  # it would make all gradients, or gather all weights, at once
 
     def measure() -> ChainProfile:
-        log.info("profiling %d blocks ...", len(selection.blocks))
+        told = ", each kind compiled in several ways, which can take minutes" if budgets else ""
+        log.info("profiling %d blocks%s ...", len(selection.blocks), told)
         return profile_model(
             model,
             selection.blocks,

@@ -58,7 +58,8 @@ def test_the_largest_batch_is_that_of_trying_every_size(budget: float, planner: 
     assert found.chosen is found.largest
     assert found.chosen.predicted_peak_bytes == found.measured_peak_bytes
     assert found.measured_peak_bytes <= found.chosen.budget_bytes == allowed
-    assert any(f"the least plan fits at {found.largest.batch_size} and one above does not" in n for n in found.notes)
+    size = found.largest.batch_size
+    assert f"dry runs: with the plan of least peak {size} samples fit and {size + 1} do not" in found.notes
 
 
 def test_the_fastest_is_the_best_of_all_sizes_by_the_measured_costs() -> None:
@@ -166,3 +167,25 @@ def test_batches_of_any_form_are_resized_and_those_without_one_number_of_samples
     assert samples_in(resized(batch, 2)) == 2
     with pytest.raises(ValueError, match=r"first dimensions \[2, 3\]; expected one number of samples"):
         samples_in((torch.ones(2), torch.ones(3)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_share_is_one_of_the_batch_that_was_given_however_small(count: int) -> None:
+    found = ckptplan.maximize(Net(), batch_of(count), loss_fn, 1.0, "batch", planner="uniform", confirm=False, say=None)
+    assert found.chosen.budget_bytes == no_checkpoint_peak(really(count))
+
+
+def test_only_sizes_that_make_up_the_global_batch_are_run() -> None:
+    class OfFour(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            assert len(x) % 4 == 0, f"multiple of 4, got {len(x)}"
+            return super().forward(x)
+
+    found = ckptplan.maximize(OfFour(), batch_of(16), loss_fn, 0.4, "batch", global_batch=32, planner="dp", say=None)
+    assert found.largest.batch_size == 16
+    assert "dry runs: with the plan of least peak 16 samples fit and 32 do not" in found.notes
+
+
+def test_a_resize_that_makes_another_size_is_told() -> None:
+    with pytest.raises(ValueError, match=r"resize\(batch, 2\) gave tensors of first dimensions \[8\]; expected 2"):
+        ckptplan.maximize(Net(), batch_of(8), loss_fn, 0.5, resize=lambda batch, n: batch, say=None)

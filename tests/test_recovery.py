@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import gc
 import random
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,10 +48,17 @@ class Net(nn.Module):
         self.head = nn.Linear(16, 3)
         self.calls = 0
         self.seen: list[int] = []
+        self.drift, self.nested, self.queue = torch.ones(1), {"a": [0.0]}, deque([0.0], maxlen=4)
+        self.helper = SimpleNamespace(scale=1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.seen.append(len(x))
+        self.drift.add_(0.01)  # all of these reach the weights, through the output
+        self.nested["a"][0] += 0.01
+        self.queue.append(self.queue[-1] + 0.01)
+        self.helper.scale += 0.01
+        x = x * (float(self.drift) + self.nested["a"][0] + self.queue[-1] + self.helper.scale)
         for layer in self.layers:
             x = layer(x)
         return self.head(x) * (1 + 0.01 * random.random() + 0.01 * float(np.random.random()))  # noqa: NPY002

@@ -92,7 +92,7 @@ def _smaller_batch(peak_bytes: int, budget_bytes: int) -> str:
     """Each stage's bytes are affine in the batch size, so that they shrink with it in proportion at the most."""
     percent = max(0, budget_bytes) * 100 // max(peak_bytes, 1)
     size = f" (by proportion at most {percent} % of this one's size, not measured" if percent else " ("
-    told = "; maximize(model, batch, loss_fn, budget) finds and confirms the largest; " if percent else ""
+    told = "; batch=auto, or maximize(model, batch, loss_fn, budget), finds and confirms it; " if percent else ""
     return f"a smaller batch{size}{told}with more accumulation the result is the same)"
 
 
