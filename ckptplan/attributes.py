@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import ChainMap
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import nn
 
 from ckptplan.observe import DEPTH, attributes_by_name, comparable, instance_state
 from ckptplan.twin import CANNOT_COPY
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 @dataclass(frozen=True)
@@ -22,30 +25,34 @@ class KeptAttributes:
 
     @staticmethod
     def of(model: nn.Module) -> KeptAttributes:
-        values = {name: _copied(value, model) for name, (_, value) in attributes_by_name(model).items()}
+        parts = _parts(model)
+        values = {name: _copied(value, parts) for name, (_, value) in attributes_by_name(model).items()}
         return KeptAttributes(values, instance_state(model))
 
     def put_back(self, model: nn.Module) -> None:
         """Attributes that changed get the kept values, new ones go."""
-        now = instance_state(model)
+        now, parts = instance_state(model), _parts(model)
         for name, (holder, _) in attributes_by_name(model).items():
             last = name.rpartition(".")[2]
             if name not in self.values:
                 delattr(holder, last)
             elif now[name] != self.state[name]:
-                vars(holder)[last] = _copied(self.values[name], model)
+                vars(holder)[last] = _copied(self.values[name], parts)
         for name in self.values.keys() - now.keys():
             owner, _, last = name.rpartition(".")
-            vars(model.get_submodule(owner))[last] = _copied(self.values[name], model)
+            vars(model.get_submodule(owner))[last] = _copied(self.values[name], parts)
 
 
-def _copied(value: Any, model: nn.Module) -> Any:
+def _parts(model: nn.Module) -> dict[int, Any]:
+    return {id(part): part for part in (*model.modules(), *model.parameters(), *model.buffers())}
+
+
+def _copied(value: Any, parts: dict[int, Any]) -> Any:
     """A deep copy that holds the same modules, parameters and buffers; what cannot be copied is itself."""
-    if isinstance(value, (bool, int, float, str, type(None))):
+    if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value)):
         return value
-    same = (*model.modules(), *model.parameters(), *model.buffers())
     try:
-        return copy.deepcopy(value, {id(part): part for part in same})
+        return copy.deepcopy(value, ChainMap({}, parts))  # type: ignore[arg-type]  # any mutable mapping does
     except CANNOT_COPY:
         return value
 
