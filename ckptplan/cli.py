@@ -240,11 +240,12 @@ def _run_hydra(arguments: list[str]) -> int:
 
     try:
         with _own_messages(options.overrides):
-            if is_run and not options.multirun:
+            is_multirun = options.multirun or _is_multirun_by_config(options)
+            if is_run and not is_multirun:
                 arguments = _with_resumed_run(arguments, options)
                 options = parse_arguments(arguments)
                 _check_single_run(options)
-            with _hydra_environment(open_swept_groups(arguments) if options.multirun else arguments):
+            with _hydra_environment(open_swept_groups(arguments) if is_multirun else arguments):
                 hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=CONFIG_NAME)(job)()
     except ConfigError:
         folders.remove_unused()
@@ -403,6 +404,18 @@ def _composed(options: Namespace, overrides: Sequence[str]) -> Iterator[DictConf
         config = hydra.compose(options.config_name or CONFIG_NAME, overrides=overrides, return_hydra_config=True)
         HydraConfig.instance().set_config(config)
         yield config
+
+
+def _is_multirun_by_config(options: Namespace) -> bool:
+    """Whether a config file makes it a sweep (``hydra.mode: MULTIRUN``), where lists were typed without ``-m``."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    swept = {override.input_line for override in OverridesParser.create().parse_overrides(options.overrides)
+             if override.is_sweep_override()}  # fmt: skip
+    if not swept:
+        return False
+    with _composed(options, [text for text in options.overrides if text not in swept]) as config:
+        return str(config.hydra.mode) == "RunMode.MULTIRUN"
 
 
 def _check_single_run(options: Namespace) -> None:

@@ -28,6 +28,7 @@ from ckptplan.config import (
     resolve,
     shell_override,
 )
+from ckptplan.devices import DEVICES
 from ckptplan.errors import ConfigError
 from ckptplan.targets import check_targets
 
@@ -43,6 +44,7 @@ NEEDS = {
     ("data", "digits"): ["model=resnet"],
     ("data", "labelled_images"): ["model=resnet"],
     ("model", "custom"): ["model._target_=torch.nn.Identity"],
+    **{("runtime", device): ["plan_only=true"] for device in DEVICES},
 }
 
 AWKWARD = [

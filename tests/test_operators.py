@@ -234,7 +234,7 @@ def test_an_operator_that_gives_another_result_the_second_time_is_named() -> Non
     assert "differ from plain autograd's" in refused(Counts.apply)
 
 
-def test_a_block_that_does_not_run_under_a_record_is_refused_and_one_that_never_runs_raises() -> None:
+def test_a_block_that_does_not_run_under_a_record_or_at_all_is_refused() -> None:
     def no_modes(x: Tensor) -> Tensor:
         if torch._C._len_torch_dispatch_stack():
             raise NotImplementedError("no rule for this operator")
@@ -245,5 +245,4 @@ def test_a_block_that_does_not_run_under_a_record_is_refused_and_one_that_never_
     def broken(x: Tensor) -> Tensor:
         raise ZeroDivisionError("always")
 
-    with pytest.raises(ZeroDivisionError):
-        refused(broken)
+    assert "ZeroDivisionError: always" in refused(broken)

@@ -56,6 +56,8 @@ def test_the_names_stand_in_data_path_order() -> None:
     path = [
         "blocks",
         "measure",
+        "estimate",
+        "devices",
         "profiles",
         "planners",
         "plan",
