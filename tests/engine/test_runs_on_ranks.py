@@ -136,7 +136,9 @@ def test_what_no_ranks_can_run_is_refused_before_any_is_started(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_process_is_not_run_many_times_by_a_launcher(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_one_process_is_not_run_many_times_by_a_launcher(
+    tmp_path: Path, monkeypatch: Any, capsys: Any, quiet_logging: None
+) -> None:
     from ckptplan import cli
 
     monkeypatch.chdir(tmp_path)

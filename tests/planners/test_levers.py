@@ -68,8 +68,9 @@ def test_below_the_nested_peak_no_planner_is_named() -> None:
 
 
 def test_a_smaller_batch_comes_with_the_most_it_may_be() -> None:
-    assert "a smaller batch (by proportion at most 50 % of this one's size, not measured; maximize(" in str(
-        _refused(_chain(), 410)
+    assert (
+        "a smaller batch (by proportion at most 50 % of this one's size, not measured; batch=auto, or maximize("
+        in str(_refused(_chain(), 410))
     )
     assert "a smaller batch (with more accumulation" in str(_refused(_chain(), 0))
 
