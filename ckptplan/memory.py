@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -21,7 +22,6 @@ from ckptplan.trees import given_storages, storage_key, tensors_in
 
 AS_ON_CUDA = "as on cuda"  # the meter that counts tensors as a CUDA device would hold them
 _MARK = "ckptplan mark "
-_CPU: Any = torch.autograd.DeviceType.CPU  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
 class MemoryMeter(Protocol):
@@ -78,16 +78,32 @@ class CpuAllocatorMeter(_Marks):
         results = self._profiler.kineto_results
         if results is None or kind is not None:
             return
-        every: Any = results.events()  # torch's stubs lack the memory fields
-        events = [e for e in every if e.name() == "[memory]" or e.name().startswith(_MARK)]
+        events: Any = results.events()  # torch's stubs lack the fields of both
+        roots: Any = results.experimental_event_tree()
+        marks = [(e.start_ns(), e.name()[len(_MARK) :], 0) for e in events if e.name().startswith(_MARK)]
         level = peak = 0
-        for event in sorted(events, key=lambda e: e.start_ns()):
-            if event.name() != "[memory]":
-                self.add(event.name()[len(_MARK) :], level, peak)
+        held: dict[int, int] = {}  # bytes by address, of what was given inside
+        for _, what, size in sorted([*marks, *_cpu_memory(roots)], key=lambda moment: moment[0]):
+            if isinstance(what, str):
+                self.add(what, level, peak)
                 peak = level
-            elif event.device_type() == _CPU:
-                level += event.nbytes()
+            elif size > 0:
+                held[what] = size
+                level += size
                 peak = max(peak, level)
+            else:  # of memory from before torch tells by chance: where it remembers something at that address
+                level -= held.pop(what, 0)
+
+
+def _cpu_memory(roots: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
+    """(time in ns, address, bytes) of what the CPU's allocator gave (above 0) and took back."""
+    waiting = list(roots)
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        fields = event.typed[1]
+        if hasattr(fields, "alloc_size") and fields.device.type == "cpu":
+            yield event.start_time_ns, fields.ptr, fields.alloc_size
 
 
 class CudaAllocatorMeter(_Marks):

@@ -7,7 +7,6 @@ loss and backward with the gradients allocated beforehand; the optimizer is no p
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
@@ -468,17 +467,11 @@ def _peak_or_none(pair: StepPair, step: Callable[[], torch.Tensor]) -> tuple[int
 def _metered(pair: StepPair, step: Callable[[], torch.Tensor]) -> MemoryMeter:
     pair.batch.renew()
     meter = make_meter(pair.device)
-    was_on = gc.isenabled()
-    gc.disable()  # tensors of earlier steps that are let go of in the midst of this one would make it look smaller
-    try:
-        with meter:
-            meter.mark("start")
-            loss = step()
-            loss.backward()
-            meter.mark("end")
-    finally:
-        if was_on:
-            gc.enable()
+    with meter:
+        meter.mark("start")
+        loss = step()
+        loss.backward()
+        meter.mark("end")
     return meter
 
 

@@ -20,15 +20,9 @@ MOST_ERROR = 0.01
 ALL = [*ENTRIES, *TRANSFORMERS]
 
 
-def marks_of(entry: Entry) -> list[pytest.MarkDecorator]:
-    if entry.name == "side channel":
-        # Its kept plan is predicted 3.4 % high where certain other tests ran in the process before it, and exactly
-        # where it runs alone: a known fault that is not understood yet, told in the limits of the README.
-        return [pytest.mark.xfail(strict=False, reason="predicted 3.4 % high after certain other tests")]
-    return [pytest.mark.slow] if entry.is_slow else []
-
-
-@pytest.mark.parametrize("entry", [pytest.param(e, id=e.name, marks=marks_of(e)) for e in ALL])
+@pytest.mark.parametrize(
+    "entry", [pytest.param(e, id=e.name, marks=[pytest.mark.slow] if e.is_slow else []) for e in ALL]
+)
 def test_it_trains_as_without_a_plan_or_is_refused_by_name(entry: Entry) -> None:
     verdict = examine(entry)
     if entry.refused is not None:
