@@ -80,7 +80,7 @@ def plan_for_budget(
             target_kind=kind,
             target_value=value,
             planner=config.planner.name,
-            cost=config.cost,  # type: ignore[arg-type]
+            cost=config.cost,  # type: ignore[arg-type]  # checked by load_config
             on_infeasible="best_effort" if is_forced else "raise",
             **options,
         )

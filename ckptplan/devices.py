@@ -66,7 +66,7 @@ class Device:
     context_bytes: int = 600 * MIB
 
 
-_HOPPER = {
+_HOPPER: dict[str, Any] = {
     # cuBLAS recommends 32 MiB on Hopper; PyTorch holds one such workspace for cuBLAS and one for cuBLASLt.
     "workspace_bytes": 64 * MIB,
     # MAMF, the most that a search over shapes found (Bekman, Machine Learning Engineering): 0.80 of 989.
@@ -74,12 +74,12 @@ _HOPPER = {
     # FlashAttention-3's abstract gives 35 % for FlashAttention-2, which PyTorch runs, on an H100.
     "attention": Share(0.28, 0.35, 0.42),
 }
-_AMPERE = {
+_AMPERE: dict[str, Any] = {
     "workspace_bytes": 10 * MIB,  # PyTorch's default outside Hopper, 8.1 MiB, and 1 MiB for cuBLASLt
     "matrix": Share(0.55, 0.72, 0.87),  # MAMF: 271 of 312 on an A100 SXM
     "attention": Share(0.45, 0.58, 0.73),  # FlashAttention-2's abstract: 50 to 73 % on an A100
 }
-_ADA = {
+_ADA: dict[str, Any] = {
     "workspace_bytes": 10 * MIB,
     "matrix": Share(0.50, 0.68, 0.85),  # as Ampere's, and lower where power limits the clock
     "attention": Share(0.40, 0.55, 0.70),
@@ -104,7 +104,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 flops_per_s=_rates(989.4, 66.9, 494.7),
                 bandwidth_bytes_per_s=4.8e12,
                 source="NVIDIA H200 data sheet (SXM): 141 GB, 4.8 TB/s, 1,979 TFLOP/s bf16 with sparsity, half dense",
-                **_HOPPER,  # type: ignore[arg-type]
+                **_HOPPER,
             ),
             Device(
                 "h100",
@@ -113,7 +113,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 flops_per_s=_rates(989.4, 66.9, 494.7),
                 bandwidth_bytes_per_s=3.35e12,
                 source="NVIDIA H100 data sheet (SXM): 80 GB, 3.35 TB/s, 1,979 TFLOP/s bf16 with sparsity, half dense",
-                **_HOPPER,  # type: ignore[arg-type]
+                **_HOPPER,
             ),
             Device(
                 "h100_pcie",
@@ -122,7 +122,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 flops_per_s=_rates(756.5, 51.2, 378.0),
                 bandwidth_bytes_per_s=2.0e12,
                 source="NVIDIA H100 data sheet (PCIe): 80 GB, 2 TB/s, 1,513 TFLOP/s bf16 with sparsity, half dense",
-                **_HOPPER,  # type: ignore[arg-type]
+                **_HOPPER,
             ),
             Device(
                 "a100",
@@ -131,7 +131,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 flops_per_s=_rates(312.0, 19.5, 156.0),
                 bandwidth_bytes_per_s=2.039e12,
                 source="NVIDIA A100 data sheet (SXM, 80 GB): 2,039 GB/s, 312 TFLOP/s bf16, 19.5 fp32, dense",
-                **_AMPERE,  # type: ignore[arg-type]
+                **_AMPERE,
             ),
             Device(
                 "a100_40gb",
@@ -140,7 +140,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 flops_per_s=_rates(312.0, 19.5, 156.0),
                 bandwidth_bytes_per_s=1.555e12,
                 source="NVIDIA A100 data sheet (40 GB): 1,555 GB/s, 312 TFLOP/s bf16, 19.5 fp32, dense",
-                **_AMPERE,  # type: ignore[arg-type]
+                **_AMPERE,
             ),
             Device(
                 "l40s",
@@ -149,7 +149,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 flops_per_s=_rates(362.05, 91.6, 183.0),
                 bandwidth_bytes_per_s=864e9,
                 source="NVIDIA L40S data sheet: 48 GB (ECC on), 864 GB/s, 733 TFLOP/s bf16 with sparsity, half dense",
-                **_ADA,  # type: ignore[arg-type]
+                **_ADA,
             ),
             Device(
                 "a10g",
@@ -158,7 +158,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 flops_per_s=_rates(70.0, 35.0, 35.0),
                 bandwidth_bytes_per_s=600e9,
                 source="NVIDIA A10G data sheet: 24 GB (ECC on), 600 GB/s, 70 TFLOP/s bf16 dense, 35 fp32",
-                **_AMPERE,  # type: ignore[arg-type]
+                **_AMPERE,
             ),
             Device(
                 "rtx4090",
@@ -167,7 +167,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 flops_per_s=_rates(165.2, 82.6, 82.6),
                 bandwidth_bytes_per_s=1008e9,
                 source="NVIDIA Ada architecture white paper: 24 GB, 1,008 GB/s, 165.2 TFLOP/s bf16 dense (fp32 sums)",
-                **_ADA,  # type: ignore[arg-type]
+                **_ADA,
             ),
             Device(
                 "rtx3090",
@@ -176,7 +176,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 flops_per_s=_rates(71.0, 35.6, 35.6),
                 bandwidth_bytes_per_s=936e9,
                 source="NVIDIA GA102 white paper: 24 GB, 936 GB/s, 71 TFLOP/s bf16 dense (fp32 sums), 35.6 fp32",
-                **_AMPERE,  # type: ignore[arg-type]
+                **_AMPERE,
             ),
         )
     }

@@ -79,7 +79,7 @@ class Ranks:
     def from_first(self, stage: Callable[[], T]) -> T:
         """What ``stage`` gives on rank 0, on every rank; what it raises there, all raise."""
         own = self.together(lambda: stage() if self.is_first else None)
-        return self.gather(own)[0]  # type: ignore[return-value]
+        return self.gather(own)[0]  # type: ignore[return-value]  # that of rank 0, which has one
 
     def sums(self, *values: float) -> list[float]:
         """Each value summed over the ranks, in float64."""

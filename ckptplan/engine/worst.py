@@ -39,11 +39,11 @@ def _worst(values: list[T]) -> T:
         }
         return dataclasses.replace(first, **changed)
     if isinstance(first, tuple):
-        return _worst_of_tuples(values)  # type: ignore[arg-type, return-value]
+        return _worst_of_tuples(values)  # type: ignore[arg-type, return-value]  # tuples by now
     if isinstance(first, bool):
-        return any(values)  # type: ignore[return-value]
+        return any(values)  # type: ignore[return-value]  # flags by now
     if isinstance(first, (int, float)) and all(isinstance(value, (int, float)) for value in values):
-        return max(values)  # type: ignore[type-var]
+        return max(values)  # type: ignore[type-var]  # numbers by now
     return first
 
 

@@ -88,7 +88,7 @@ def local_of(value: torch.Tensor) -> torch.Tensor:
     if not is_dtensor(value):
         return value
     with torch.no_grad():
-        local = value.to_local()  # type: ignore[attr-defined]
+        local = value.to_local()  # type: ignore[attr-defined]  # a DTensor's, whose module may be missing
     # The result of a collective that may be under way.
     return local.wait() if hasattr(local, "wait") else local
 
