@@ -152,9 +152,13 @@ def _run_round(folder: Path) -> Path | None:
 
 
 def find_same(resolved: dict[str, Any], output_dir: Path, own_folder: Path | None) -> FoundRun | None:
-    """The run of ``resume=auto``: ``own_folder`` if it holds a state, else the newest run of this configuration."""
-    if own_folder is not None and holds_state(own_folder):
-        return FoundRun(own_folder)
+    """The run of ``resume=auto``: that in ``own_folder``, else the newest run of this configuration.
+
+    Whoever names a folder wants the run in it, also where that was killed before its first state and begins anew:
+    with another run taken, of the same configuration and perhaps finished, the one asked for would never be trained.
+    """
+    if own_folder is not None:
+        return FoundRun(own_folder) if holds_state(own_folder) else None
     wanted = config_hash(resolved)
     for run in resumable(output_dir):
         if _hash_of(run) == wanted:

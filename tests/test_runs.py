@@ -116,7 +116,7 @@ def test_overrides_merge_key_by_key(earlier: list[str], now: list[str], merged: 
     assert merge_typed(earlier, now) == merged
 
 
-def test_auto_is_this_folder_else_the_newest_run_of_the_same_configuration(
+def test_auto_is_the_folder_named_else_the_newest_run_of_the_same_configuration(
     start_folder: Path, calls: list[Call], make_run: Callable[..., Path]
 ) -> None:
     same = ("steps=7", "seed=3")
@@ -133,7 +133,8 @@ def test_auto_is_this_folder_else_the_newest_run_of_the_same_configuration(
 
     assert taken(*same) == newest
     assert taken(*same, f"hydra.run.dir={own}") == own
-    assert taken(*same, f"hydra.run.dir={start_folder / 'fresh'}") == newest
+    for begun in (start_folder / "fresh", make_run(start_folder / "killed_early", *same, holds_state=False)):
+        assert taken(*same, f"hydra.run.dir={begun}") == begun
     fresh = taken("steps=9")
     assert fresh.is_relative_to(start_folder / "outputs" / "train")
     assert not (fresh / "config.yaml").exists()
