@@ -1,7 +1,8 @@
 """What the model costs compiled as one graph, blocks and all that it runs around them: whole steps, measured.
 
-Beside it a step with each block run in its fastest measured way, so that the two ways to compile can be compared by
-what was timed in turn.
+Beside it steps of compiled blocks, each block in its fastest measured way and all with one budget, so that the ways to
+compile can be compared by what was timed in turn. Times of blocks by themselves do not add up to a step's: a compiled
+convolution may hand its output on in another layout, which costs or saves its neighbours something.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ckptplan.compiled_choices import Compiling, first_line
 from ckptplan.compiling import CompiledBlock, called_as
 from ckptplan.kinds import settled_bytes
 from ckptplan.observe import attribute_state
-from ckptplan.profiles import BlockProfile, ChainProfile, CompiledModelOption, StageCost, modules_of
+from ckptplan.profiles import BlockProfile, ChainProfile, CompiledModelOption, CompiledStep, StageCost, modules_of
 from ckptplan.randomness import torch_state
 from ckptplan.stages import Mark, StageForward, StageRun, time_stage
 from ckptplan.subject import Subject, Trials
@@ -45,11 +46,26 @@ def with_compiled_model(profile: ChainProfile, subject: Subject, how: Compiling,
         return replace(profile, warnings=(*profile.warnings, f"not compiled as one graph: {refused}"))
     distinct = {cost: budget for budget, cost in costs.items()}  # equal bytes are one graph
     models = [_model_forward(subject, CompiledBlock(subject.twin, budget)) for budget in distinct.values()]
-    forwards = [_blocks_forward(subject, profile), *models]
-    blocks_ms, *models_ms = _step_times_ms(forwards, subject, how, trials)
+    uniform = _distinct_budgets(profile)
+    ways: list[list[float | None]] = [[_fastest(block) for block in profile]]
+    ways += [[budget] * len(profile) for budget in uniform]
+    forwards = [*(_blocks_forward(subject, profile, way) for way in ways), *models]
+    blocks_ms, *others_ms = _step_times_ms(forwards, subject, how, trials)
+    uniform_ms, models_ms = others_ms[: len(uniform)], others_ms[len(uniform) :]
     times = dict(zip(distinct, models_ms, strict=True))
     options = tuple(CompiledModelOption(budget, cost, times[cost]) for budget, cost in costs.items())
-    return replace(profile, compiled_model=options, compiled_blocks_step_ms=blocks_ms)
+    steps = tuple(CompiledStep(budget, step_ms) for budget, step_ms in zip(uniform, uniform_ms, strict=True))
+    return replace(profile, compiled_model=options, compiled_blocks_step_ms=blocks_ms, compiled_steps=steps)
+
+
+def _distinct_budgets(profile: ChainProfile) -> list[float]:
+    """Budgets with which all blocks were measured, one of those that give the same bytes everywhere."""
+    costs = {b: [{o.budget: o.cost for o in block.compiled}.get(b) for block in profile] for b in _budgets(profile)}
+    return list({tuple(found): budget for budget, found in costs.items() if None not in found}.values())
+
+
+def _budgets(profile: ChainProfile) -> list[float]:
+    return sorted({option.budget for block in profile for option in block.compiled})
 
 
 def _why_not(profile: ChainProfile, subject: Subject) -> str | None:
@@ -83,13 +99,13 @@ def _model_forward(subject: Subject, compiled: CompiledBlock) -> StageForward:
     return forward
 
 
-def _blocks_forward(subject: Subject, profile: ChainProfile) -> StageForward:
-    """A step with each block in its fastest way."""
-    fastest = {name: _fastest(block) for name, block in zip(modules_of(profile.block_ids), profile, strict=True)}
+def _blocks_forward(subject: Subject, profile: ChainProfile, budgets: Sequence[float | None]) -> StageForward:
+    """A step with each block compiled with its budget; None: as it is."""
+    budget_of = dict(zip(modules_of(profile.block_ids), budgets, strict=True))
     chosen = [
         CompiledBlock(module, budget)
         for name, module in zip(subject.names, subject.modules, strict=True)
-        if (budget := fastest.get(name)) is not None
+        if (budget := budget_of.get(name)) is not None
     ]
 
     def forward(mark: Mark) -> StageRun:

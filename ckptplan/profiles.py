@@ -132,6 +132,24 @@ class CompiledModelOption:
 
 
 @dataclass(frozen=True)
+class CompiledStep:
+    """A whole step with every block compiled with one memory budget: what neighbours do to each other is in its time.
+
+    Attributes:
+        budget: as of ``CompiledOption``.
+        step_time_ms: of forward, loss and backward.
+    """
+
+    budget: float
+    step_time_ms: float
+
+    def __post_init__(self) -> None:
+        _normalise(self, "a step of compiled blocks")
+        if self.budget > 1:
+            raise ValueError(f"a step of compiled blocks: budget={self.budget!r}; expected 0 to 1")
+
+
+@dataclass(frozen=True)
 class BlockProfile:
     """What one block costs. Times are medians over trials unless the name says mean.
 
@@ -254,6 +272,7 @@ class ChainProfile(Sequence[BlockProfile]):
         compiled_model: ways to run the model compiled as one graph, by memory budget; empty unless they were asked for.
         compiled_blocks_step_ms: of a step with each block run in its fastest measured way, kept or compiled; None
             where the compiled model was not timed beside it.
+        compiled_steps: whole steps with every block compiled with one budget, timed beside those.
         warnings: why what was asked for was not measured.
         meter: "cuda", "cpu", "live" or "off".
         fingerprint: of the model (classes, shapes, dtypes, requires_grad, train mode, autocast, order).
@@ -270,6 +289,7 @@ class ChainProfile(Sequence[BlockProfile]):
     environment: dict[str, Any] = field(default_factory=dict)
     compiled_model: tuple[CompiledModelOption, ...] = ()
     compiled_blocks_step_ms: float | None = None
+    compiled_steps: tuple[CompiledStep, ...] = ()
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -71,22 +71,22 @@ def find_compiled_model(profile: ChainProfile, budget: float) -> CompiledModelOp
     )
 
 
+def fastest_compiled_step_ms(profile: ChainProfile) -> float:
+    """Of a step with each block in its fastest way, or of the model as one graph; 0 where neither was timed."""
+    steps_ms = (profile.compiled_blocks_step_ms, *(option.step_time_ms for option in profile.compiled_model))
+    return min((step_ms for step_ms in steps_ms if step_ms is not None), default=0.0)
+
+
 def compiled_blocks_base_ms(profile: ChainProfile) -> float:
     """What a step of compiled blocks, each in its fastest way, takes beside the fastest compiled step of any kind."""
     blocks_ms = profile.compiled_blocks_step_ms
-    return 0.0 if blocks_ms is None else blocks_ms - min(blocks_ms, *_model_steps_ms(profile))
+    return 0.0 if blocks_ms is None else blocks_ms - fastest_compiled_step_ms(profile)
 
 
 def compiled_model_ms(profile: ChainProfile, budget: float) -> float | None:
     """What a step of the compiled model takes beside the fastest compiled step of any kind; None: not timed."""
     step_ms, blocks_ms = find_compiled_model(profile, budget).step_time_ms, profile.compiled_blocks_step_ms
-    if step_ms is None or blocks_ms is None:
-        return None
-    return step_ms - min(blocks_ms, *_model_steps_ms(profile))
-
-
-def _model_steps_ms(profile: ChainProfile) -> list[float]:
-    return [option.step_time_ms for option in profile.compiled_model if option.step_time_ms is not None]
+    return None if step_ms is None or blocks_ms is None else step_ms - fastest_compiled_step_ms(profile)
 
 
 def short_names(block: BlockProfile, option: SelectiveOption) -> tuple[str, ...]:

@@ -275,6 +275,7 @@ def test_the_peak_of_a_model_compiled_as_one_graph_is_measured_and_kept() -> Non
     )
     assert profile.warnings == ()
     assert [option.budget for option in profile.compiled_model] == [0.5, 1.0]
+    assert [step.budget for step in profile.compiled_steps] == [1.0]  # the only one that blocks were measured with
     least, most = (option.cost.saved_bytes for option in profile.compiled_model)
     assert least < 0.6 * most
     for text in ("C0-2[0.5]", "C0-2[1]"):

@@ -16,7 +16,7 @@ from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError
 from ckptplan.explanation import explain
 from ckptplan.plan import CheckpointPlan, Compiled, CompiledModel, Keep
 from ckptplan.planners import plan_checkpoints
-from ckptplan.profiles import BlockProfile, ChainProfile, CompiledModelOption, CompiledOption, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile, CompiledModelOption, CompiledOption, CompiledStep, StageCost
 from ckptplan.report.steps import decisions_of
 from ckptplan.report.tables import plan_rows
 from ckptplan.simulate import simulate_plan
@@ -284,3 +284,39 @@ def test_compiled_plans_have_no_certificate_and_say_why() -> None:
 def test_trees_that_no_executor_runs_are_refused(text: str, said: str) -> None:
     with pytest.raises(PlanIncompatibleError, match=said):
         CheckpointPlan.from_text(text)
+
+
+def timed_as_a_whole(half_ms: float, whole_ms: float, blocks_ms: float = 100.0) -> ChainProfile:
+    """Two equal blocks whose budget 0.5 costs 1 ms more each; and steps with all blocks at 0.5 and at 1.0, as timed."""
+    chain = two_blocks(HALF, WHOLE)
+    blocks = (chain[0], replace(chain[1], compiled=(HALF, WHOLE)))
+    half, whole = (replace(option, time_ms=ms) for option, ms in ((HALF, 8.0), (WHOLE, 0.0)))
+    blocks = tuple(replace(block, compiled=(half, whole)) for block in blocks)
+    steps = (CompiledStep(0.5, half_ms), CompiledStep(1.0, whole_ms))
+    return replace(chain, blocks=blocks, compiled_blocks_step_ms=blocks_ms, compiled_steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("half_ms", "budget", "text", "why"),
+    [
+        (116.0, 90, "C0[0.5] C1[1.0]", "108 by its blocks, 116 with one budget: promises more than 5 %"),
+        (108.0, 90, "C0[0.5] C1[0.5]", "108 by its blocks, 108 as timed: what was timed is taken"),
+        (112.0, 90, "C0[0.5] C1[0.5]", "108 by its blocks, 112 as timed: within the doubt of 5 %"),
+        (120.0, 105, "C0[1.0] C1[1.0]", "everything fits"),
+    ],
+)
+def test_a_step_that_was_timed_is_believed_before_a_sum_of_blocks(
+    half_ms: float, budget: int, text: str, why: str
+) -> None:
+    chain = timed_as_a_whole(half_ms, whole_ms=100.0)
+    plan = planned(chain, budget)
+    assert plan.text == text, why
+    assert (plan.predicted_peak_bytes or 0) <= budget
+    assert ChainProfile.from_json(chain.to_json()) == chain
+
+
+def test_a_budget_that_only_a_mixed_plan_meets_best_is_not_given_to_one_that_does_not_fit() -> None:
+    chain = timed_as_a_whole(half_ms=150.0, whole_ms=1.0)
+    plan = planned(chain, 90)
+    assert plan.text == "C0[0.5] C1[1.0]"
+    assert planned(chain, 105).text == "C0[1.0] C1[1.0]"
