@@ -485,10 +485,13 @@ def _check_folders_are_named(overrides: Sequence[str]) -> None:
 
 
 def _check_folder_is_free(overrides: Sequence[str]) -> None:
+    """A run that was killed, or is going on, has no result yet: its folder is no less its own."""
     for override in overrides:
         key, _, value = override.partition("=")
-        if key == "hydra.run.dir" and (Path(value.strip("\"'")) / "result.json").exists():
-            raise config_error(key, value, "this folder holds a run already", remedy=f"{key}=<a new folder>")
+        folder = Path(value.strip("\"'"))
+        if key == "hydra.run.dir" and any((folder / name).exists() for name in ("result.json", "config.yaml")):
+            remedy = f"{key}=<a new folder>, or resume=auto beside it to go on with that run"
+            raise config_error(key, value, "this folder holds a run already", remedy=remedy)
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------

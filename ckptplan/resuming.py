@@ -213,7 +213,7 @@ class RunStates:
         ``resume="auto"`` takes the newest good one, anything else the one it names, or the newest.
         Raises ``ConfigError`` where that is damaged or of another format.
         """
-        if self.config.location is not None and self.is_on:
+        if self.is_on:
             self._ranks.from_first(lambda: self._require_place(is_new=resume is None))
         if resume is None:
             return None
@@ -228,17 +228,21 @@ class RunStates:
         return self._small_items(wanted)
 
     def _require_place(self, is_new: bool) -> None:
-        """A bucket that is not there is told before anything is trained; a new run takes no place of another's."""
+        """The place is taken before anything is trained: one that is not there, or is another run's, is told now."""
+        key, other = "state.location", "another location"
+        if self.config.location is None:
+            key, other = "hydra.run.dir", "hydra.run.dir=<a new folder>"
         try:
             self.manager.claim()
             there = self.manager.latest() if is_new else None
+        except FolderInUseError as error:
+            remedy = f"the same command when it has ended, or {other}"
+            raise config_error(key, self.location, str(error), remedy=remedy) from error
         except (OSError, StateError) as error:
-            raise config_error("state.location", self.location, str(error)) from error
+            raise config_error(key, self.location, str(error)) from error
         if there is not None:
             problem = f"the states of a run lie there already, the newest is {there}"
-            raise config_error(
-                "state.location", self.location, problem, remedy="resume=auto to go on with it, or another location"
-            )
+            raise config_error(key, self.location, problem, remedy=f"resume=auto to go on with it, or {other}")
 
     def _claimed(self, resume: str) -> str | None:
         """The name of the state that ``resume`` means, the folder taken for this run."""

@@ -299,11 +299,12 @@ def test_ctrl_c_ends_with_130(start_folder: Path, runs: list[Call]) -> None:
     assert cli.main([]) == 130
 
 
-def test_a_folder_that_holds_a_run_is_refused(
-    start_folder: Path, runs: list[Call], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("left", ["result.json", "config.yaml"])
+def test_a_folder_that_holds_a_run_is_refused_also_one_that_was_killed_or_is_going_on(
+    start_folder: Path, runs: list[Call], capsys: pytest.CaptureFixture[str], left: str
 ) -> None:
     assert cli.main(["hydra.run.dir=mine"]) == 0
-    (start_folder / "mine" / "result.json").write_text("{}")
+    (start_folder / "mine" / left).write_text("{}")
     assert cli.main(["hydra.run.dir=mine"]) == 2
     assert "holds a run already" in capsys.readouterr().err
     assert len(runs) == 1

@@ -418,6 +418,25 @@ class TestFaults:
                 run(*SHORT, resume=part.folder)
         assert run(*SHORT, resume=part.folder).code == 0
 
+    @pytest.mark.parametrize("resume", [None, "auto"])
+    def test_a_new_run_in_a_folder_that_another_has_begun_in_changes_nothing_there(
+        self, run: Run, tmp_path: Path, resume: str | None
+    ) -> None:
+        folder = tmp_path / "mine"
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("of the other run\n")
+        with CheckpointManager(folder / "state", mode="sync") as other:
+            other.claim()
+            with pytest.raises(ConfigError, match="is being written by this process") as refused:
+                run(*SHORT, folder=folder, resume=resume)
+            assert "hydra.run.dir=<a new folder>" in str(refused.value)
+            other.save("step-7", {"step": 7})
+        if resume is None:
+            with pytest.raises(ConfigError, match="the states of a run lie there already, the newest is step-7"):
+                run(*SHORT, folder=folder)
+        assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "state"}
+        assert (folder / "metrics.jsonl").read_text() == "of the other run\n"
+
     def test_retention_keeps_the_newest_and_the_best(self, run: Run) -> None:
         settings = ("steps=8", "state.every=1", "eval_every=1", "state.keep_last=1", "state.keep_best=1")
         part = run(*settings)
