@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ckptplan.apply import apply_plan, checkpointed
 from ckptplan.blocks import CheckpointableBlock, select_blocks
@@ -395,6 +397,35 @@ def test_a_block_that_fails_the_gate_has_no_options_and_says_why() -> None:
         CheckpointPlan.from_text("S0[] K1", profile)
     plan = CheckpointPlan.from_text("R(0) S1[]", profile)
     assert torch.equal(apply_plan(blocks, plan, (x,))(x), modules[1](modules[0](x)))
+
+
+class AddsThroughNumpy(WritesThroughNumpy):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = torch.ones(8)
+        table.numpy()[:] += 1.0
+        return (self.linear(x) * table).tanh()
+
+
+def test_where_the_gate_says_no_selective_checkpointing_is_silently_wrong_and_the_whole_block_is_right() -> None:
+    """Why such blocks have no options at all: PyTorch's own way to keep operators' outputs keeps what was written to
+    them afterwards, and the code, run again, writes once more. It looks for writes by version counters, as all do.
+    """
+    block, x = AddsThroughNumpy(), torch.randn(4, 8)
+    blocks = (CheckpointableBlock("b0", 0, block),)
+    profile = profile_blocks(blocks, (x,), device="cpu", num_warmup=0, num_trials=1, make_target=mean_square)
+    assert "does not see (NumPy, a raw pointer)" in profile[0].warnings[0]
+
+    def gradients(run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(run(x).square().mean(), list(block.parameters())))
+
+    def keep_ones() -> Any:
+        return create_selective_checkpoint_contexts([torch.ops.aten.ones.default])
+
+    plain = gradients(block)
+    selective = gradients(lambda x: checkpoint(block, x, use_reentrant=False, context_fn=keep_ones))
+    whole = gradients(apply_plan(blocks, CheckpointPlan.from_text("R(0)", profile), (x,)))
+    assert not any(torch.allclose(a, b) for a, b in zip(plain, selective, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain, whole, strict=True))
 
 
 def test_without_being_asked_for_options_only_the_replay_of_the_whole_block_is_measured() -> None:
