@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ckptplan.blocks import CHANGED_SETTINGS
-from ckptplan.choices import Choices, Measuring, find_choices, same_choices, time_choices
+from ckptplan.choices import Choices, KeptParts, Measuring, find_choices, same_choices, time_choices
 from ckptplan.errors import NoDifferentiableOutputError
 from ckptplan.kinds import Kind, activation_bytes, block_forward, time_again
 from ckptplan.profiles import BlockProfile, SelectiveOption, StageCost
@@ -72,16 +72,17 @@ def find_choices_of_kinds(
     memory: str,
     held_bytes: int = 0,
     *,
-    with_parts: bool,
+    parts: bool | KeptParts,
 ) -> dict[str, Choices]:
-    """Ways to replay each kind: the whole of it, and what to keep inside it where ``with_parts``.
+    """Ways to replay each kind: the whole of it, and what to keep inside it where ``parts`` asks for that.
 
     Kinds that share their times share their options. ``held_bytes`` stand in every backward. Nothing where no bytes
     are measured.
     """
     if memory == "off":
         return {}
-    how = Measuring(subject.device, memory, subject.synchronize, held_bytes, with_parts)
+    given = () if isinstance(parts, bool) else parts
+    how = Measuring(subject.device, memory, subject.synchronize, held_bytes, bool(parts), given)
     found: dict[str, Choices] = {}
     for time_of, example in timed.items():
         first = find_choices(example, how)

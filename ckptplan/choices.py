@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ckptplan.clock import now_s
-from ckptplan.graph import Output
+from ckptplan.graph import BlockOperators, Output
 from ckptplan.kinds import Kind, block_forward, settled_bytes, with_loss
 from ckptplan.memory import make_meter
 from ckptplan.operators import RunBlock, trace_operators, why_not_replayed
@@ -23,11 +23,13 @@ from ckptplan.options import KeepSet, propose_keep_sets
 from ckptplan.profiles import SelectiveOption, StageCost
 from ckptplan.randomness import random_state_restored
 from ckptplan.replay import Recorder, run_recorded, run_replayed
+from ckptplan.selective import outputs_named
 from ckptplan.stages import StageForward, backward_peak_with_inputs_held, stage_flops, time_stage, weight_copies
 from ckptplan.trace import autocast_as
 from ckptplan.trees import has_values
 
 Synchronize = Callable[[], None]  # waits for the device
+KeptParts = tuple[tuple[str, ...], ...]  # outputs to keep, as a plan names them
 
 _MOST_OPTIONS = 8  # per kind of block; a planner's work grows with them
 
@@ -81,7 +83,8 @@ class Choices:
 class Measuring:
     """How stages are measured; ``held_bytes`` (the loss and its gradient) stand in every backward.
 
-    ``with_parts``: also ways to keep part of a block; else only the whole block, replayed.
+    ``with_parts``: also ways to keep part of a block; else only the whole block, replayed. ``given``: outputs to keep,
+    by their names as in a plan's text, that are measured whatever the search proposes.
     """
 
     device: torch.device
@@ -89,10 +92,13 @@ class Measuring:
     synchronize: Synchronize
     held_bytes: int = 0
     with_parts: bool = True
+    given: KeptParts = ()
 
 
 def find_choices(kind: Kind, how: Measuring) -> Choices:
-    """The options of a kind whose kept run was measured: those that no other one beats in bytes and in FLOPs."""
+    """The options of a kind whose kept run was measured: those that no other one beats in bytes and in FLOPs, and
+    those that are given.
+    """
     if not kind.differentiable:
         return Choices(refused="no gradient flows through its output, so it saves nothing")
     if not all(has_values(t) for t in (*kind.call.boundary, *kind.module.parameters())):
@@ -118,7 +124,19 @@ def find_choices(kind: Kind, how: Measuring) -> Choices:
     measured = [(_measured(kind, n, how), s) for n, s in zip(names, proposed, strict=True)]
     measured = [pair for pair in measured if _saves_bytes(pair[0], kind)]
     chosen = _spread([pair for pair in measured if not _is_beaten(pair, measured)])
-    return Choices(operators.sequence_hash, [choice for choice, _ in chosen])
+    found = [choice for choice, _ in chosen]
+    there = {choice.saved_ops for choice in found}
+    found += [_measured(kind, names, how) for names in _given_here(operators, how.given) if names not in there]
+    return Choices(operators.sequence_hash, found)
+
+
+def _given_here(operators: BlockOperators, given: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """The given outputs by their full names, where this kind of block has them."""
+    keepable = [v for v, value in enumerate(operators.values) if value.keepable]
+    saved = [operators.name_of(v) for v in keepable if v in operators.needed]
+    known = [operators.name_of(v) for v in keepable]
+    found = (outputs_named(names, saved) or outputs_named(names, known) for names in given)
+    return list(dict.fromkeys(names for names in found if names))
 
 
 def time_choices(choices: Choices, kept_forward_ms: float, device: torch.device, synchronize: Synchronize) -> None:

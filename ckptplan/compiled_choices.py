@@ -5,6 +5,7 @@ The first call of each compiled block, which compiles it, stands outside every f
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,8 @@ from ckptplan.compiling import CompiledBlock, called_as
 from ckptplan.kinds import Kind, block_forward, settled_bytes, with_loss
 from ckptplan.profiles import BlockProfile, CompiledOption, StageCost
 from ckptplan.stages import StageForward, time_stage
+
+log = logging.getLogger(__name__)
 
 COMPILED_BUDGETS = (0.0, 0.25, 0.5, 0.75, 1.0)  # what planners choose from unless told otherwise
 
@@ -81,7 +84,8 @@ def measure_compiled(
 ) -> dict[str, CompiledChoices]:
     """Each kind compiled and measured under each budget, by its key; kinds that share their times share them here."""
     found: dict[str, CompiledChoices] = {}
-    for time_of in timed:
+    for number, time_of in enumerate(timed, start=1):
+        log.info("compiling kind %d of %d under %d memory budgets ...", number, len(timed), len(how.budgets))
         keys = [key for key in kinds if time_keys[key] == time_of]
         group = [_measured(kinds[key], how) for key in keys]
         refused = next((choices.refused for choices in group if choices.refused is not None), None)

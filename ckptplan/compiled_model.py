@@ -7,6 +7,7 @@ convolution may hand its output on in another layout, which costs or saves its n
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,8 @@ from ckptplan.stages import Mark, StageForward, StageRun, time_stage
 from ckptplan.subject import Subject, Trials
 from ckptplan.trees import same
 
+log = logging.getLogger(__name__)
+
 COMPILED_MODEL_BUDGETS = (0.5, 1.0)  # what planners choose from unless told otherwise
 
 
@@ -30,6 +33,8 @@ def with_compiled_model(profile: ChainProfile, subject: Subject, how: Compiling,
     from torch._dynamo.exc import TorchDynamoException  # seconds; who does not compile goes without
 
     refused = _why_not(profile, subject)
+    if refused is None:
+        log.info("compiling the model as one graph under %d memory budgets ...", len(how.budgets))
     costs: dict[float, StageCost] = {}
     for budget in how.budgets if refused is None else ():
         how.check_stop()
@@ -49,6 +54,7 @@ def with_compiled_model(profile: ChainProfile, subject: Subject, how: Compiling,
     uniform = _distinct_budgets(profile)
     ways: list[list[float | None]] = [[_fastest(block) for block in profile]]
     ways += [[budget] * len(profile) for budget in uniform]
+    log.info("timing %d kinds of compiled steps in turn ...", len(ways) + len(models))
     forwards = [*(_blocks_forward(subject, profile, way) for way in ways), *models]
     blocks_ms, *others_ms = _step_times_ms(forwards, subject, how, trials)
     uniform_ms, models_ms = others_ms[: len(uniform)], others_ms[len(uniform) :]

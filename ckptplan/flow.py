@@ -25,6 +25,7 @@ from ckptplan.assembly import (
     with_choices,
     without_needless_replay,
 )
+from ckptplan.choices import KeptParts
 from ckptplan.clock import now_s
 from ckptplan.compiled_choices import Compiling, measure_compiled, time_compiled, with_compiled
 from ckptplan.kinds import Kind, examine, kind_key, measure_bytes_and_flops, observe_block, time_key, with_loss
@@ -43,7 +44,7 @@ def measure_any(
     trials: Trials,
     memory: str,
     check_stop: Callable[[], None],
-    selective: bool,
+    selective: bool | KeptParts,
     budgets: tuple[float, ...] = (),
 ) -> ChainProfile:
     """The profile of a model as it is.
@@ -68,7 +69,7 @@ def measure_any(
     time_keys = [time_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)]
     timed = timed_kinds(kinds, keys, time_keys)
     time_of = dict(zip(keys, time_keys, strict=True))
-    choices = find_choices_of_kinds(kinds, time_of, timed, subject, memory, with_parts=selective)
+    choices = find_choices_of_kinds(kinds, time_of, timed, subject, memory, parts=selective)
     of_timed = {name: choices[key] for name, kind in timed.items() for key in choices if kinds[key] is kind}
     watch = _RegionWatch(skeleton)
     how = Compiling(budgets, subject.device, memory, check_stop=check_stop)

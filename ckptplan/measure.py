@@ -35,6 +35,7 @@ from ckptplan.blocks import (
     require_blocks,
     select_blocks,
 )
+from ckptplan.choices import KeptParts
 from ckptplan.compiled_choices import Compiling, measure_compiled, time_compiled, with_compiled
 from ckptplan.compiled_model import with_compiled_model
 from ckptplan.compiling import require_compiler
@@ -75,7 +76,7 @@ def profile_blocks(
     num_trials: int = 10,
     memory: str = "auto",
     make_target: Callable[[Any], torch.Tensor] | None = None,
-    selective: bool = False,
+    selective: bool | KeptParts = False,
     compiled_budgets: Sequence[float] = (),
 ) -> ChainProfile:
     """What each block of a plain chain costs, in bytes, milliseconds and FLOPs.
@@ -91,7 +92,8 @@ def profile_blocks(
         make_target: output of the chain -> scalar loss. Measured where given, else the loss is assumed to
             cost the gradient of the output only.
         selective: also find and measure ways to keep part of each block (``BlockProfile.selective``); a
-            block without any says why in its warnings.
+            block without any says why in its warnings. Outputs to keep, as a plan names them
+            (``(("qkv", "attention"),)``), are measured beside what the search proposes.
         compiled_budgets: also compile each kind of block with these memory budgets (0 to 1) of torch.compile's
             partitioner, and measure it (``BlockProfile.compiled``); a block that cannot be says why in its warnings.
             Compiling takes seconds for each kind and budget.
@@ -140,7 +142,7 @@ def profile_model(
     num_trials: int = 10,
     memory: str = "auto",
     check_stop: Callable[[], None] = lambda: None,
-    selective: bool = False,
+    selective: bool | KeptParts = False,
     compiled_budgets: Sequence[float] = (),
     compiled_model_budgets: Sequence[float] = (),
     gradients_stand: bool = True,
@@ -238,7 +240,7 @@ def _profile(
     trials: Trials,
     memory: str,
     has_loss: bool,
-    selective: bool,
+    selective: bool | KeptParts,
     compiled_budgets: Sequence[float],
     compiled_model_budgets: Sequence[float] = (),
     check_stop: Callable[[], None] = lambda: None,
@@ -256,7 +258,7 @@ def _profile(
         stack.enter_context(random_state_restored(device))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        selective = selective and memory != "off"
+        selective = selective if memory != "off" else False
 
         def subject() -> Subject:  # on a twin that no forward has run on
             return Subject.of(model, blocks, batch, step, device, has_loss, gradients_stand)
@@ -313,7 +315,7 @@ def _measure(
     trials: Trials,
     memory: str,
     check_stop: Callable[[], None],
-    selective: bool,
+    selective: bool | KeptParts,
     budgets: tuple[float, ...],
 ) -> ChainProfile:
     regions: dict[str, StageForward] = {}
@@ -330,7 +332,7 @@ def _measure(
     timed = timed_kinds(kinds, keys, time_keys)
     time_of = dict(zip(keys, time_keys, strict=True))
     held_bytes = 0 if memory == "off" else loss_bytes(regions)
-    choices = find_choices_of_kinds(kinds, time_of, timed, subject, memory, held_bytes, with_parts=selective)
+    choices = find_choices_of_kinds(kinds, time_of, timed, subject, memory, held_bytes, parts=selective)
     of_timed = {name: choices[key] for name, kind in timed.items() for key in choices if kinds[key] is kind}
     how = Compiling(budgets, subject.device, memory, held_bytes, check_stop)
     compiled = measure_compiled(kinds, time_of, timed, how) if budgets else {}

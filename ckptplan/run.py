@@ -61,7 +61,7 @@ from ckptplan.errors import (
 )
 from ckptplan.footprint import StaticBytes, optimizer_step_bytes, room_of, static_bytes
 from ckptplan.optim import learning_rate_schedule
-from ckptplan.plan import CheckpointPlan, Compiled, CompiledModel, blocks_of
+from ckptplan.plan import CheckpointPlan, Compiled, CompiledModel, Selective, blocks_of, nodes_text, parse_plan_text
 from ckptplan.profiles import ChainProfile, modules_of
 from ckptplan.proof import StepProof, is_out_of_memory, pair_of_model, prove_model
 from ckptplan.randomness import random_state_restored, seed_everything, seed_of_rank
@@ -467,6 +467,7 @@ class _Run:
             planned = None
             measured = self.ranks.together(lambda: self.profile(made))
             plain = worst_profile([ChainProfile.from_json(text) for text in self.ranks.gather(measured.to_json())])
+            plain.save(self.folder / "profile.json")  # it took time, and stays also where no plan fits
         found: list[ChainProfile] = []
 
         def plan() -> PlannedRun:
@@ -568,8 +569,10 @@ class _Run:
         text = self.config.planner.text
         if text is None:
             return
+        nodes = parse_plan_text(text)  # names inside blocks are known when these are measured
+        bare = [replace(node, saved_ops=()) if isinstance(node, Selective) else node for node in nodes]
         try:
-            CheckpointPlan.from_text(text, [block.block_id for block in selection.blocks])
+            CheckpointPlan.from_text(nodes_text(bare), [block.block_id for block in selection.blocks])
         except PlanIncompatibleError as error:
             raise config_error("planner.text", text, str(error)) from error
 

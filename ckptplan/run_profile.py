@@ -20,7 +20,7 @@ from ckptplan.config import PlannerConfig, RunConfig
 from ckptplan.data import Batch
 from ckptplan.errors import BlockDeclarationError, CkptplanError, ConfigError, UnsupportedBoundaryError
 from ckptplan.measure import profile_model
-from ckptplan.plan import CheckpointPlan, Compiled, PlanNode, compiled_model, parse_plan_text
+from ckptplan.plan import CheckpointPlan, Compiled, PlanNode, Selective, compiled_model, parse_plan_text
 from ckptplan.planners import PLANNERS_THAT_COMPILE, PLANNERS_WITH_OPTIONS
 from ckptplan.profile_cache import SharedProfile, profile_key, shared_profile
 from ckptplan.profiles import ChainProfile, name_some
@@ -46,7 +46,7 @@ def profile_blocks_of_run(
     Raises ``ConfigError`` where the blocks cannot be profiled.
     """
     start_s = time.perf_counter()
-    with_options = _measures_options(config, result)
+    with_options, given = _measures_options(config, result), given_parts(config.planner)
     budgets, model_budgets = compiled_budgets(config.planner)
     if model_budgets and config.engine.kind != "single":
         if config.planner.name not in PLANNERS_THAT_COMPILE:
@@ -67,7 +67,7 @@ def profile_blocks_of_run(
             device=runtime.device,
             num_warmup=config.profile.num_warmup,
             num_trials=config.profile.num_trials,
-            selective=with_options,
+            selective=given if with_options and given else with_options,
             compiled_budgets=budgets,
             compiled_model_budgets=model_budgets,
             check_stop=check_stop,
@@ -81,7 +81,9 @@ def profile_blocks_of_run(
         else:
             shared = shared_profile(
                 Path(config.profile.cache),
-                _profile_key(config, model, batch, runtime, [*budgets, "model", *model_budgets] if budgets else []),
+                _profile_key(
+                    config, model, batch, runtime, [*budgets, "model", *model_budgets] if budgets else [], given
+                ),
                 measure,
                 with_options=with_options,
                 fingerprint=model_fingerprint(selection.blocks),
@@ -119,7 +121,12 @@ def stored_profile(
 
 
 def _profile_key(
-    config: RunConfig, model: nn.Module, batch: Batch, runtime: Runtime, compiled: list[float | str]
+    config: RunConfig,
+    model: nn.Module,
+    batch: Batch,
+    runtime: Runtime,
+    compiled: list[float | str],
+    given: tuple[tuple[str, ...], ...],
 ) -> str:
     settings: dict[str, Any] = {
         "model": config.model,
@@ -132,6 +139,8 @@ def _profile_key(
         settings["gradients"] = "fresh"
     if compiled:
         settings["compiled_budgets"] = compiled
+    if given:
+        settings["given_parts"] = given
     return profile_key(model, (batch.inputs, batch.targets), settings, runtime.device_name)
 
 
@@ -170,14 +179,29 @@ def _measures_options(config: RunConfig, result: RunResult) -> bool:
 
 def _wants_options(planner: PlannerConfig) -> bool:
     """A plan that is given in text or in a file wants them where it keeps part of a block."""
-    if planner.text is not None:
-        return "S" in planner.text
-    if planner.path is not None:
-        try:
-            return CheckpointPlan.load(planner.path).selective > 0
-        except (OSError, CkptplanError):  # the planner tells what is wrong with it
-            return False
-    return planner.name in PLANNERS_WITH_OPTIONS
+    if planner.text is None and planner.path is None:
+        return planner.name in PLANNERS_WITH_OPTIONS
+    return bool(given_parts(planner))
+
+
+def given_parts(planner: PlannerConfig) -> tuple[tuple[str, ...], ...]:
+    """What a plan in text or in a file keeps inside its blocks.
+
+    It is measured whatever the search finds: times differ from one measuring to the next, and with them the options.
+    """
+    nodes = _given_nodes(planner)
+    return tuple(sorted({node.saved_ops for node in nodes if isinstance(node, Selective) and node.saved_ops}))
+
+
+def _given_nodes(planner: PlannerConfig) -> tuple[PlanNode, ...]:
+    try:
+        if planner.text is not None:
+            return parse_plan_text(planner.text)
+        if planner.path is not None:
+            return CheckpointPlan.load(planner.path).nodes
+    except (OSError, ValueError, CkptplanError):  # the planner tells what is wrong with it
+        pass
+    return ()
 
 
 def compiled_budgets(planner: PlannerConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -187,14 +211,7 @@ def compiled_budgets(planner: PlannerConfig) -> tuple[tuple[float, ...], tuple[f
     """
     if planner.name in PLANNERS_THAT_COMPILE:
         return COMPILED_BUDGETS, COMPILED_MODEL_BUDGETS
-    nodes: tuple[PlanNode, ...] = ()
-    try:
-        if planner.text is not None:
-            nodes = parse_plan_text(planner.text)
-        elif planner.path is not None:
-            nodes = CheckpointPlan.load(planner.path).nodes
-    except (OSError, ValueError, CkptplanError):  # the planner tells what is wrong with it
-        return (), ()
+    nodes = _given_nodes(planner)
     whole = compiled_model(nodes)
     if whole is not None:
         return (1.0,), (whole.budget,)  # it is measured beside compiled blocks

@@ -41,6 +41,14 @@ def find_option(block: BlockProfile, names: Sequence[str]) -> SelectiveOption:
     return matching[0]
 
 
+def outputs_named(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...] | None:
+    """Those of the ``known`` outputs that ``names`` stand for; None where one stands for none, or for two calls."""
+    for name in names:
+        if len({_call(output) for output in known if name in _forms(output)}) != 1:
+            return None
+    return tuple(output for output in known if any(name in _forms(output) for name in names))
+
+
 def find_compiled(block: BlockProfile, budget: float) -> CompiledOption:
     """The block's measured option of this budget; raises ``PlanIncompatibleError`` listing those that there are."""
     for option in block.compiled:

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from ckptplan import choices
 from ckptplan.apply import apply_plan, checkpointed
 from ckptplan.blocks import CheckpointableBlock, select_blocks
 from ckptplan.check import check_plan
 from ckptplan.errors import PlanIncompatibleError
+from ckptplan.graph import Output
 from ckptplan.measure import Trials, profile_blocks, profile_model
 from ckptplan.models import GPT
 from ckptplan.plan import CheckpointPlan, Keep, Recompute, Selective, parse_plan_text
@@ -356,6 +358,29 @@ def test_the_free_option_of_a_transformer_block_keeps_the_products_and_runs_none
     assert profile[1].selective[0].saved_ops == ()
     assert len(profile[1].selective) <= 8
     assert all(o.time_ms is not None and o.time_ms >= 0 for o in profile[1].selective)
+
+
+def test_a_part_that_is_given_is_measured_though_the_search_does_not_propose_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Options are found by measured times: a plan printed by one run must not depend on the times of another."""
+    monkeypatch.setattr(choices, "propose_keep_sets", lambda operators: [])
+    torch.manual_seed(0)
+    model = MODELS["gpt"]()
+    batch = batch_for(model)
+    full = ("qkv.addmm#0:0", "fc.addmm#2:0")
+    given = (("attention", "qkv"), full, ("no such name",))
+    profile = profile_model(model, None, batch, loss_of, num_warmup=0, num_trials=1, selective=given)
+    found = [{Output.of(name).operator for name in option.saved_ops} for option in profile[0].selective]
+    assert found == [{"addmm", ATTENTION}, {"addmm"}]
+    assert all(option.time_ms is not None for option in profile[0].selective)
+    text = " ".join([f"S0[{','.join(full)}]", *(f"S{i}[qkv,attention]" for i in range(1, len(profile)))])
+    plan = CheckpointPlan.from_text(text, profile)
+    assert plan.selective == len(profile)
+    proof = prove_model(model, plan, batch, loss_of, device=CPU, trials=Trials(0, 1), time_steps=False)
+    assert proof.gradients is not None
+    assert proof.gradients.bitwise_equal
+    assert simulate_plan(profile, plan).peak_bytes == proof.peak_bytes
 
 
 def test_a_container_and_a_patched_model_run_selective_plans() -> None:
