@@ -31,7 +31,7 @@ from ckptplan.trees import has_values
 Synchronize = Callable[[], None]  # waits for the device
 KeptParts = tuple[tuple[str, ...], ...]  # outputs to keep, as a plan names them
 
-_MOST_OPTIONS = 8  # per kind of block; a planner's work grows with them
+_MOST_OPTIONS = 12  # per kind of block; a planner's work grows with them
 
 
 @dataclass

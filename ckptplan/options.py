@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ckptplan.graph import BlockOperators
 
-_BUDGET_SHARES = tuple(i / 8 for i in range(1, 8))  # of the bytes that autograd needs
+_BUDGET_SHARES = tuple(i / 16 for i in range(1, 16))  # of the bytes that autograd needs
 _SOLVER_LIMIT_S = 10.0  # for blocks of thousands of operators; a set that is not proved best is an option too
 
 
@@ -99,10 +99,16 @@ class _Problem:
 
     @property
     def flops(self) -> list[float]:
-        """FLOPs; among sets of equal FLOPs the one of less time is better."""
-        total_ms = sum(self.times) or 1.0
+        """FLOPs; among sets of equal FLOPs the one that writes fewer bytes is better.
+
+        Nothing here is timed, so that what is proposed for FLOPs is the same in every run.
+        """
+        written = [sum(self.sizes[v] for v in call.makes) for call in self.block.calls]
+        total_bytes = sum(written) or 1.0
         least = min((call.flops for call in self.block.calls if call.flops), default=1)
-        return [call.flops + 1e-3 * least * call.time_ms / total_ms for call in self.block.calls]
+        return [
+            call.flops + 1e-3 * least * size / total_bytes for call, size in zip(self.block.calls, written, strict=True)
+        ]
 
     @property
     def sizes(self) -> list[float]:

@@ -356,7 +356,7 @@ def test_the_free_option_of_a_transformer_block_keeps_the_products_and_runs_none
     assert set(short_names(profile[1], cheapest)) == {"qkv", "attention", "add", "fc"}
     assert cheapest.cost.saved_bytes < 0.65 * profile[1].keep.saved_bytes  # type: ignore[union-attr]
     assert profile[1].selective[0].saved_ops == ()
-    assert len(profile[1].selective) <= 8
+    assert len(profile[1].selective) <= 12
     assert all(o.time_ms is not None and o.time_ms >= 0 for o in profile[1].selective)
 
 
