@@ -667,6 +667,7 @@ other = [g.clone() for g in found]
 for g in other:
     dist.broadcast(g, 0)
 assert all(torch.equal(a, b) for a, b in zip(found, other))
+dist.barrier()  # waits without the interpreter's lock, which gloo's threads need to let go of their last work
 dist.destroy_process_group()
 """
 

@@ -173,6 +173,7 @@ def _rank(rank: int, store: str) -> None:
         for name, parameter in model.named_parameters():
             if plain[name] is not None:
                 torch.testing.assert_close(parameter.grad, plain[name], rtol=0, atol=1e-6)
+        dist.barrier()  # waits without the interpreter's lock, which gloo's threads need to let go of their last work
     finally:
         dist.destroy_process_group()
 
