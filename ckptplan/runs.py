@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 STATE_FOLDER = "state"
 _STATE_ELSEWHERE = re.compile(r"^state:\n(?:  .*\n)*?  location: (?!null$)", re.MULTILINE)
 AUTO = "auto"
+_SUPERSEDED = "superseded"  # where the state engine sets newer states aside, inside the folder of states
 LATEST = "latest"
 _DEEPEST = (
     5  # folders between output_dir and a run: train/<date>/<time>, or multirun/<date>/<time>/<job>, or a user's own
@@ -110,6 +111,10 @@ def find_run(wanted: str, output_dir: Path) -> FoundRun:
         return FoundRun(folder.parent.parent, folder.name)
     if holds_state(folder):
         return FoundRun(folder)
+    if (folder / "manifest.json").is_file() and folder.parent.name == _SUPERSEDED:
+        back = folder.parent.parent / folder.name
+        problem = f"a state that was set aside when its run went on from an older one; move it back, to {back}"
+        raise config_error("resume", wanted, problem, remedy=f"{shell_override('resume', str(back))} after that")
     run = _run_round(folder)
     if run is not None:
         there = ", ".join(path.parent.name for path in sorted((run / STATE_FOLDER).glob("*/manifest.json")))
@@ -193,12 +198,15 @@ def runs_below(output_dir: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def merge_typed(earlier: Iterable[str], now: Sequence[str]) -> list[str]:
+def merge_typed(earlier: Sequence[str], now: Sequence[str]) -> list[str]:
     """The overrides of a run that goes on: those of before, changed by what is typed now.
 
     A key typed anew replaces the old value, a group chosen anew also the old keys below it, a budget any other budget.
-    What belongs to one start (``resume``, hydra's own keys) is not taken over.
+    What belongs to one start (``resume``, hydra's own keys) is not taken over. A key that was added (``+key=``) is
+    none of the configuration's own: typed anew without the ``+`` it is added again.
     """
+    added = {_key(text): text[: -len(text.lstrip("+"))] for text in earlier if text.startswith("+")}
+    now = [text if text.startswith(("+", "~")) else added.get(_key(text), "") + text for text in now]
     replaced = {_key(text) for text in now}
     if replaced & set(BUDGET_KEYS):
         replaced |= set(BUDGET_KEYS)

@@ -107,8 +107,10 @@ def test_what_is_typed_now_changes_what_was_typed_before(
         (["steps=3", "seed=1"], ["steps=4"], ["seed=1", "steps=4"]),
         (["planner=text", "planner.text='K0'"], ["planner=dp"], ["planner=dp"]),
         (["~model", "+model._target_=a.B", "+model.c=1"], ["model=gpt"], ["model=gpt"]),
-        (["+model.c=1", "+model.d=2"], ["model.c=3"], ["+model.d=2", "model.c=3"]),
+        (["+model.c=1", "+model.d=2"], ["model.c=3"], ["+model.d=2", "+model.c=3"]),
         (["budget_frac=0.5", "steps=3"], ["max_slowdown=1.2"], ["steps=3", "max_slowdown=1.2"]),
+        (["+data.batch_size=4", "steps=3"], ["data.batch_size=3"], ["steps=3", "+data.batch_size=3"]),
+        (["++data.batch_size=4"], ["~data.batch_size"], ["~data.batch_size"]),
         (["hydra.run.dir=x", "hydra/launcher=basic", "steps=3"], ["seed=2"], ["steps=3", "seed=2"]),
     ],
 )
@@ -239,6 +241,17 @@ def test_the_last_of_several_values_counts() -> None:
     assert typed_value("resume", ["resume=a", "steps=3", 'resume="b, c"']) == "b, c"
     assert typed_value("resume", ["resume=null"]) is None
     assert typed_value("resume", ["name=a"]) is None
+
+
+def test_a_state_that_was_set_aside_says_how_to_go_on_from_it(
+    start_folder: Path, make_run: Callable[..., Path]
+) -> None:
+    run = make_run(start_folder / "here")
+    aside = run / "state" / "superseded" / "step-5"
+    aside.parent.mkdir()
+    (run / "state" / "step-5").rename(aside)
+    with pytest.raises(ConfigError, match=r"was set aside .* move it back, to .*/here/state/step-5\n.*resume=.*step-5"):
+        find_run(str(aside), start_folder / "outputs")
 
 
 @pytest.mark.parametrize("inside", ["state", "state/step-99", "state/superseded"])

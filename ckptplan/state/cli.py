@@ -83,9 +83,8 @@ def _id(folder: Folder, name: str) -> str:
 def _ls(parsed: argparse.Namespace) -> int:
     folder = _open(parsed)
     infos = folder.infos()
-    local = folder.storage.local_path
-    if not infos and local is not None and not local.is_dir():
-        raise CheckpointNotFoundError(f"there is no folder {parsed.location!r}")
+    if not infos:
+        _require_states(folder, parsed.location)
     if parsed.json:
         for info in infos:
             print(json.dumps(asdict(info)))
@@ -103,10 +102,23 @@ def _ls(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _require_states(folder: Folder, location: str) -> None:
+    """A run, or one checkpoint, given for the folder of its checkpoints is told, and so is what is not there."""
+    if folder.storage.local_path is None:
+        return
+    local = Path(folder.storage.local_path)
+    if not local.is_dir():
+        raise CheckpointNotFoundError(f"there is no folder {location!r}")
+    meant = local.parent if (local / "manifest.json").is_file() else local / "state"
+    if any(meant.glob("*/manifest.json")):
+        raise CheckpointNotFoundError(f"{location} is no folder of checkpoints; it is {meant}")
+
+
 def _verify(parsed: argparse.Namespace) -> int:
     folder = _open(parsed)
     names = [_id(folder, name) for name in parsed.ids] or [info.checkpoint_id for info in folder.infos()]
     if not names:
+        _require_states(folder, parsed.location)
         raise CheckpointNotFoundError(f"there is no checkpoint in {parsed.location}")
     damaged = False
     for name in names:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from ckptplan.state.coordinator import Coordinator
@@ -46,9 +47,12 @@ class ManagerConfig:
     def __post_init__(self) -> None:
         if self.mode not in ("async", "sync"):
             raise ValueError(f'mode={self.mode!r}: expected "async" or "sync"')
-        if not 0 < self.timeout_s < 10**6:
+        for name in self.items if isinstance(self.items, Mapping) else [self.items]:
+            if not isinstance(name, str) or not isinstance(self.items[name], ItemSpec):
+                raise TypeError(f"items={self.items!r:.80}: expected names with ItemSpec(...) each")
+        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, Real) or not 0 < self.timeout_s < 10**6:
             raise ValueError(f"timeout_s={self.timeout_s!r}: expected seconds above 0 and below a million")
-        if isinstance(self.max_pending, bool) or not 1 <= self.max_pending <= 8:
+        if type(self.max_pending) is not int or not 1 <= self.max_pending <= 8:
             raise ValueError(f"max_pending={self.max_pending!r}: expected 1 to 8")
         if self.location is not None and self.storage is not None:
             raise ValueError("give location= or storage=, not both")

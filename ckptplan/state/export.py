@@ -48,6 +48,8 @@ def export_item(
     if item not in part.items:
         raise CheckpointNotFoundError(f"{checkpoint_id!r} has no item {item!r}; it has {', '.join(part.items)}")
     tensors, skipped = _tensors(part, item, ShardedTensors(manifest))
+    if not tensors:
+        raise StateError(f"item {item!r} of {checkpoint_id!r} holds no tensors; its items: {', '.join(part.items)}")
     if target.exists() and any(target.iterdir()):
         raise StateError(f"{target} is not empty")
     is_new = not target.exists()

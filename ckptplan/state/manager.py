@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from numbers import Real
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -553,8 +554,8 @@ def _has_saved(place: _Place, info: CheckpointInfo) -> None:
 
 def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     for key, value in (metrics or {}).items():
-        if not isinstance(key, str) or isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"metrics[{key!r}]={value!r:.80}: expected a name and a number")
+        if not isinstance(key, str) or isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"metrics[{key!r}]={value!r:.80}: expected a name and a number, such as float(loss)")
     return {key: float(value) for key, value in (metrics or {}).items()}
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ckptplan.state.manifest import DTYPE_BYTES
 from ckptplan.state.objects import state_of
 from ckptplan.state.resharder import DefaultResharder, Resharder, Sharded, is_dtensor
 from ckptplan.state.tree import CONTAINERS, LEAF_TAGS, MAPPINGS, MAX_DEPTH, BadValueError, Json, pairs_of, tag_of
@@ -98,13 +99,19 @@ class Encoder:
             return self._numpy_dtype(value, path)
         if has_state(value):
             return self.encode(state_of(value), path)
-        return self._refuse(path, value, "has no exact form in a checkpoint; save a dict of plain values instead")
+        why = "has no exact form in a checkpoint; save a dict of plain values instead"
+        if callable(getattr(type(value), "state_dict", None)):
+            why = "has state_dict and no load_state_dict, which a load needs; add it, or save the dict that it gives"
+        return self._refuse(path, value, why)
 
     def _refuse(self, path: str, value: Any, why: str) -> None:
         kind = type(value)
         self.faults.append(f"{path}: {kind.__module__}.{kind.__qualname__} {why}")
 
     def _tensor(self, value: torch.Tensor, path: str) -> Json:
+        name = str(value.dtype).removeprefix("torch.")
+        if name not in DTYPE_BYTES:  # no reader of the format would know it
+            return self._refuse(path, value, f"of dtype {name} is not saved; save it as bytes: value.view(torch.uint8)")
         if self.resharder is not None and (is_dtensor(value) or type(self.resharder) is not DefaultResharder):
             try:
                 found = self.resharder.describe(path, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -157,6 +158,20 @@ def test_a_checkpoint_that_is_a_link_is_damaged_and_the_others_are_checked(
         assert states.load("step-2")["lr"] == 0.25
         with pytest.raises(DamagedCheckpointError):
             states.load("step-0")
+
+
+def test_a_run_or_one_checkpoint_given_for_the_folder_of_them_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = tmp_path / "run" / "state"
+    with CheckpointManager(states, mode="sync") as manager:
+        manager.save("step-1", {"x": 1})
+    for command, given in itertools.product(("ls", "verify"), (tmp_path / "run", states / "step-1")):
+        assert run(command, given) == 2
+        assert capsys.readouterr().err == f"error: {given} is no folder of checkpoints; it is {states}\n"
+    assert run("export", states, "step-1", tmp_path / "out", "--item", "x") == 2
+    assert "item 'x' of 'step-1' holds no tensors; its items: x" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_place_that_is_no_folder_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

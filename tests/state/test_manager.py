@@ -342,7 +342,7 @@ def test_retention_never_counts_a_damaged_checkpoint_as_kept(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "settings",
     [{"keep_last": 0}, {"keep_last": True}, {"keep_every": -1}, {"keep_best": ("loss", "least")}, {"mode": "fast"},
-     {"timeout_s": 0}, {"max_pending": 0}, {"timeout_s": float("nan")}],
+     {"timeout_s": 0}, {"max_pending": 0}, {"timeout_s": float("nan")}, {"timeout_s": "a"}, {"max_pending": 1.5}],
 )  # fmt: skip
 def test_settings_without_sense_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(settings))}="):

@@ -196,6 +196,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "bool key": ({True: 1}, "builtins.bool is not a key"),
     "float key": ({1.5: 1}, "builtins.float is not a key"),
     "lost namedtuple": (Local(1), "namedtuple that cannot be found"),
+    "dtype below a byte": (torch.zeros(3, dtype=torch.uint8).view(torch.uint4), "of dtype uint4 is not saved"),
+    "half an interface": (type("Half", (), {"state_dict": dict})(), "has state_dict and no load_state_dict"),
     "subclass of dict": (type("Mine", (dict,), {})(), "is a subclass of dict"),
     "subclass of tensor": (torch.zeros(2).as_subclass(type("T", (torch.Tensor,), {})), "tensor subclass"),
 }
@@ -207,6 +209,31 @@ def test_what_has_no_exact_form_is_refused_by_path_and_type(states: Any, name: s
     with pytest.raises(UnsaveableValueError, match=message.replace("(", r"\(")):
         round_trip(states, {"here": value})
     assert same(round_trip(states, [1]), [1]), "the next save works"
+
+
+EVERY_DTYPE = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+@pytest.mark.parametrize("dtype", EVERY_DTYPE, ids=str)
+def test_every_dtype_comes_back_to_the_bit_or_is_refused_and_what_was_there_stays(tmp_path: Path, dtype: Any) -> None:
+    """A state that could be saved and not be read would take the good ones before it along, by retention."""
+    try:
+        value = torch.arange(1, 17, dtype=torch.uint8).view(dtype)
+    except (RuntimeError, TypeError):  # quantized, opaque: no tensor of plain bytes
+        return
+    with CheckpointManager(tmp_path, mode="sync", keep_last=1) as states:
+        states.save("good", {"x": torch.ones(3)})
+        problem = states.save("new", {"x": value}).exception()
+    with CheckpointManager(tmp_path) as states:
+        (kept,) = states.list()
+        assert states.verify(kept.checkpoint_id) == []
+        found = states.load("latest")["x"]
+    if problem is None:
+        assert found.dtype == dtype
+        assert torch.equal(found.view(torch.uint8), value.view(torch.uint8))
+    else:
+        assert isinstance(problem, UnsaveableValueError)
+        assert torch.equal(found, torch.ones(3))
 
 
 def test_everything_that_cannot_be_saved_is_named_at_once(states: Any) -> None:
