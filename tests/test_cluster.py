@@ -280,7 +280,14 @@ def test_a_sweep_by_submitit_leaves_what_any_sweep_leaves(
     start_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (start_folder / "mine.py").write_text("import torch\nclass Broken(torch.nn.Module):\n    def __init__(self): 1/0\n")
-    command = ["-m", "hydra/launcher=submitit_local", "debug=fast", "runtime.threads=1", "planner=dp,greedy"]
+    command = [
+        "-m",
+        "hydra/launcher=submitit_local",
+        "debug=fast",
+        "report=true",
+        "runtime.threads=1",
+        "planner=dp,greedy",
+    ]
     assert cli.main(command) == 0
     [sweep] = (start_folder / "outputs" / "multirun").glob("*/*")
     assert sorted(path.name for path in sweep.glob("res*")) == ["results.csv", "results.jsonl", "results.md"]

@@ -119,6 +119,7 @@ def under(engine: str, wanted: tuple[str, float] | str, ranks: Ranks) -> dict[st
         "predicted_bytes": plan.predicted_peak_bytes,
         "measured_bytes": ranks.gather(proof.peak_bytes),
         "bitwise_equal": ranks.gather(proof.gradients.bitwise_equal),
+        "from_plain": ranks.gather(proof.gradients.max_rel_diff),
         "from_one_process": ranks.gather(difference_from_one_process(engine, subject, plan, ranks)),
     }
 

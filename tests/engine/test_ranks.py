@@ -56,8 +56,11 @@ def test_no_rank_exceeds_the_budget(found: dict[str, Any], engine: str, plan: st
 def test_gradients_are_those_without_the_plan_and_those_of_one_process(
     found: dict[str, Any], engine: str, plan: str
 ) -> None:
+    """DDP adds up buckets in the order in which gradients come, which plans change: four addends may round apart."""
     case = found[engine][plan]
-    assert case["bitwise_equal"] == [True] * found["ranks"]
+    if engine == "fsdp2" or found["ranks"] == 2:
+        assert case["bitwise_equal"] == [True] * found["ranks"]
+    assert max(case["from_plain"]) <= 1e-6, case
     assert max(case["from_one_process"]) <= 1e-6, case
 
 
