@@ -4,7 +4,7 @@
     python -m pip install --no-deps --target FOLDER ckptplan==0.1.0rc1
     python -m tests.benchmarks.race --predecessor FOLDER
 
-All of it takes two hours; it can be run in parts, each model in each league being one:
+All of it takes half an hour to two hours; it can be run in parts, each model in each league being one:
 
     python -m tests.benchmarks.race --predecessor FOLDER --no-time                        # bytes, FLOPs, gradients
     python -m tests.benchmarks.race --predecessor FOLDER --models gpt12 --leagues eager   # and the times of one part

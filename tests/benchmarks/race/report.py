@@ -34,7 +34,7 @@ def markdown(report: Record, *, has_pictures: bool = False) -> str:
         f"seed {report['seed']}.",
         "",
         *([report["note"], ""] if report["note"] else []),
-        "To repeat it (all of it two hours, or in parts: `python -m tests.benchmarks.race --help`):",
+        "To repeat it (all of it half an hour to two hours, or in parts: `python -m tests.benchmarks.race --help`):",
         "",
         "```bash",
         "pip install -e '.[dev,race]'",
