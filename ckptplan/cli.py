@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -57,14 +58,21 @@ _Error = TypeVar("_Error", bound=BaseException)
 def train_main() -> NoReturn:
     """``python train.py``: one run, or with ``-m`` one run per job."""
     end_with_launcher()
-    sys.exit(_with_other_ranks(lambda: main(sys.argv[1:])))
+    _leave(_with_other_ranks(lambda: main(sys.argv[1:])))
 
 
 def sweep_main() -> NoReturn:
     """``python sweep.py``: the sweep of conf/sweep/default.yaml unless another ``sweep=`` is named."""
     if len(sys.argv) == 1:
         print("four planners at five budgets on the small GPT: under 10 minutes on two CPU cores", file=sys.stderr)
-    sys.exit(_with_other_ranks(lambda: main(sweep_arguments(sys.argv[1:]))))
+    _leave(_with_other_ranks(lambda: main(sweep_arguments(sys.argv[1:]))))
+
+
+def _leave(code: int) -> NoReturn:
+    """End with ``code``. After a Ctrl-C all is recorded: another one must not make a traceback of Python's own end."""
+    if code == EXIT_INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
 
 
 def _with_other_ranks(run: Callable[[], int]) -> int:
@@ -488,8 +496,9 @@ def _check_folder_is_free(overrides: Sequence[str]) -> None:
     """A run that was killed, or is going on, has no result yet: its folder is no less its own."""
     for override in overrides:
         key, _, value = override.partition("=")
-        folder = Path(value.strip("\"'"))
-        if key == "hydra.run.dir" and any((folder / name).exists() for name in ("result.json", "config.yaml")):
+        if key == "hydra.run.dir" and any(
+            Path(value.strip("\"'"), name).exists() for name in ("result.json", "config.yaml")
+        ):
             remedy = f"{key}=<a new folder>, or resume=auto beside it to go on with that run"
             raise config_error(key, value, "this folder holds a run already", remedy=remedy)
 

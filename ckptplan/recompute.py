@@ -7,6 +7,8 @@ plus what it does not do:
   recomputation starts from the values that the forward started from and works on copies;
 - random streams are restored wherever the forward drew from them, seen by comparing their states (about 5 kB are
   kept per call that draws on a CPU), so that dropout switched on after planning stays exact;
+- the attention kernels that were allowed in the forward (``torch.nn.attention.sdpa_kernel``) are those of the
+  recomputation, also where backward runs outside that context;
 - a call inside another one keeps nothing of its own until backward comes to the outer one: the first values of
   buffers are the outer's, and where the streams stood is noted when the outer runs again;
 - what would make the gradients wrong without a word is an error: a buffer changed that nobody guards, weights or the
@@ -150,6 +152,7 @@ class _Recomputation:
         self.random: list[list[torch.Tensor]] | None = None  # where the streams stood, if the forward drew from them
         self.draws = False
         self.watch: _Watch | None = None
+        self.attention_kernels: tuple[bool, ...] = ()
         self.inner: list[weakref.ref[_Recomputation]] = []  # calls inside this one, in order
         self.num_again = 0  # of those, how many the present run has come to
         self.is_inside, self.is_stand_in = bool(_running.calls), False
@@ -186,6 +189,7 @@ class _Recomputation:
             own = {slot_key((owner, name)): getattr(owner, name).detach().clone() for owner, name in new}
             self.starts = {**self.starts, **own}
         self.watch = _Watch(self.guards)
+        self.attention_kernels = _attention_kernels()
         output = self._noting_draws(args, kwargs)
         self.watch.require_buffers_unchanged()
         return output
@@ -205,7 +209,7 @@ class _Recomputation:
         assert self.watch is not None
         self.watch.require_same_weights()
         self.num_again = 0
-        with self._running_now(is_again=True), self._streams_put_back():
+        with self._running_now(is_again=True), self._streams_put_back(), _attention_kernels_are(self.attention_kernels):
             return self.call(*args, **kwargs)
 
     @contextmanager
@@ -284,6 +288,32 @@ class _Watch:
                     f"{type(part).__name__} was switched to {'train' if part.training else 'eval'} mode between "
                     "forward and backward, so a recomputed block would give other activations; switch after backward"
                 )
+
+
+_ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def _attention_kernels() -> tuple[bool, ...]:
+    """Which kernels ``scaled_dot_product_attention`` may choose from: one setting for all devices, CPUs included."""
+    return tuple(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTION_KERNELS)
+
+
+def _allow_attention_kernels(allowed: Sequence[bool]) -> None:
+    for name, is_allowed in zip(_ATTENTION_KERNELS, allowed, strict=True):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(is_allowed)
+
+
+@contextmanager
+def _attention_kernels_are(allowed: tuple[bool, ...]) -> Iterator[None]:
+    now = _attention_kernels()
+    if allowed == now:
+        yield
+        return
+    try:
+        _allow_attention_kernels(allowed)
+        yield
+    finally:
+        _allow_attention_kernels(now)
 
 
 @contextmanager

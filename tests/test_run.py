@@ -207,8 +207,9 @@ class TestEnds:
         assert load_metrics(folder) == []
 
     def test_infeasible_is_refused_with_the_least_that_can_be_reached(self, run) -> None:
-        code, result, _folder = run("budget_bytes=1000")
+        code, result, folder = run("budget_bytes=1000")
         assert (code, result["status"]) == (3, "infeasible")
+        assert ChainProfile.load(folder / "profile.json").block_ids[0] == "layers.0", "it took time, and stays"
         assert result["error"]["type"] == "InfeasibleTargetError"
         least = result["memory"]["smallest_reachable_bytes"]
         assert str(least) in result["error"]["message"]
