@@ -359,21 +359,24 @@ def _phase_peaks(stages: Sequence[_Stage], num_inputs: int, own: Sequence[int] =
         forward_steps[index + 1] += stage.cost.saved_bytes
         backward_steps[index + 1] += stage.cost.saved_bytes
     forward = [held + s.cost.forward_peak_bytes for held, s in zip(accumulate(forward_steps), stages, strict=False)]
-    shared = {keeper for group in groups for keeper in group.later_keepers}
-    peaks = [_backward_peak(stage.cost, index in shared) for index, stage in enumerate(stages)]
+    peaks = []
     for index, stage in enumerate(stages):
-        if stage.shrunk is not None:
-            sole = [group.first_keeper == index for group in arriving[index]]  # the later ones are done by then
-            sizes = [alone.get(id(group), group.size) for group in arriving[index]]
-            peaks[index] = stage.shrunk([size if mine else 0 for size, mine in zip(sizes, sole, strict=True)])
+        sole = [group.first_keeper == index for group in arriving[index]]  # the later ones are done by then
+        all_sizes = [alone.get(id(group), group.size) for group in arriving[index]]
+        sizes = [size if mine else 0 for size, mine in zip(all_sizes, sole, strict=True)]
+        peaks.append(_backward_peak(stage.cost, sizes) if stage.shrunk is None else stage.shrunk(sizes))
     backward = [held + peak for held, peak in zip(accumulate(backward_steps), peaks, strict=False)]
     return forward, backward
 
 
-def _backward_peak(cost: StageCost, is_shared: bool) -> int:
-    if is_shared and cost.backward_peak_sharing_input_bytes is not None:
-        return cost.backward_peak_sharing_input_bytes
-    return cost.backward_peak_bytes
+def _backward_peak(cost: StageCost, sole_sizes: Sequence[int]) -> int:
+    """The highest of the stretches between the times at which inputs go, each without what went before it."""
+    lettings = cost.inputs_let_go
+    stretches = [
+        letting.backward_peak_bytes - sum(sole_sizes[i] for earlier in lettings[: n + 1] for i in earlier.inputs)
+        for n, letting in enumerate(lettings)
+    ]
+    return max([cost.backward_peak_bytes, *stretches])
 
 
 class _Storage:

@@ -24,7 +24,7 @@ from ckptplan.profiles import SelectiveOption, StageCost
 from ckptplan.randomness import random_state_restored
 from ckptplan.replay import Recorder, run_recorded, run_replayed
 from ckptplan.selective import outputs_named
-from ckptplan.stages import StageForward, backward_peak_with_inputs_held, stage_flops, time_stage, weight_copies
+from ckptplan.stages import StageForward, inputs_let_go, stage_flops, time_stage, weight_copies
 from ckptplan.trace import autocast_as
 from ckptplan.trees import has_values
 
@@ -201,11 +201,9 @@ def same_choices(kind: Kind, other: Choices, how: Measuring) -> Choices:
 def _measured(kind: Kind, saved_ops: tuple[str, ...], how: Measuring) -> Choice:
     forward = option_forward(kind, saved_ops, how.device)
     cost = settled_bytes(forward, how.device, how.memory)
-    shared_bytes = backward_peak_with_inputs_held(forward, make_meter(how.device, how.memory))
-    if any(cost.keeps_input) and shared_bytes != cost.backward_peak_bytes:
-        cost = replace(cost, backward_peak_sharing_input_bytes=shared_bytes)
+    lettings = inputs_let_go(forward, make_meter(how.device, how.memory)) if any(cost.keeps_input) else ()
     copied_bytes = weight_copies(forward).saved_bytes if kind.copied_weights else 0
-    cost = replace(cost, weight_copies_bytes=copied_bytes)
+    cost = replace(cost, inputs_let_go=lettings, weight_copies_bytes=copied_bytes)
     assert kind.backward_flops is not None, "a kind's own FLOPs are measured before its options"
     return Choice(kind, saved_ops, with_loss(cost, how.held_bytes), stage_flops(forward)[1] - kind.backward_flops)
 

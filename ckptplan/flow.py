@@ -30,7 +30,7 @@ from ckptplan.clock import now_s
 from ckptplan.compiled_choices import Compiling, measure_compiled, time_compiled, with_compiled
 from ckptplan.kinds import Kind, examine, kind_key, measure_bytes_and_flops, observe_block, time_key, with_loss
 from ckptplan.memory import MemoryMeter, make_meter
-from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile, InputsLetGo, RegionProfile, StageCost
 from ckptplan.skeleton import Anatomy, Arrival, Holding, Skeleton, find_anatomy
 from ckptplan.stages import GradientLayout, count_flops
 from ckptplan.subject import Subject, Trials
@@ -365,8 +365,17 @@ class Accounts:
             saved_bytes=cost.saved_bytes + lost_bytes,
             keeps_input=tuple(id(h) in held for h in inputs),
             keeps_output=tuple(id(h) in held and h not in inputs for h in outputs),
+            inputs_let_go=self._lettings_placed(order, cost.inputs_let_go),
         )
         return with_loss(placed, waiting)
+
+    def _lettings_placed(self, order: int, lettings: Sequence[InputsLetGo]) -> tuple[InputsLetGo, ...]:
+        """By the storages at hand where the call is made; others stand outside the step, so that nothing is freed."""
+        taken, at_hand = self.anatomy.taken[order], self.anatomy.behind[2 * order]
+        return tuple(
+            replace(letting, inputs=tuple(at_hand.index(h) for i in letting.inputs if (h := taken[i]) in at_hand))
+            for letting in lettings
+        )
 
 
 def backward_marks(region: int, differentiable: Sequence[bool]) -> tuple[str, str]:

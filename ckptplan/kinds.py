@@ -285,12 +285,8 @@ def _measure_run_in_backward(kind: Kind, device: torch.device, meter: MemoryMete
 
 
 def with_loss(cost: StageCost, held_bytes: int) -> StageCost:
-    sharing = cost.backward_peak_sharing_input_bytes
-    return replace(
-        cost,
-        backward_peak_bytes=cost.backward_peak_bytes + held_bytes,
-        backward_peak_sharing_input_bytes=None if sharing is None else sharing + held_bytes,
-    )
+    """The stage where so many bytes stand all through its backward."""
+    return cost.with_backward_peaks(lambda peak_bytes: peak_bytes + held_bytes)
 
 
 def time_again(

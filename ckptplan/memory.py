@@ -1,8 +1,9 @@
 """Meters: how many bytes are alive while a piece of code runs.
 
 One protocol, three meters. A meter is a context manager; inside it ``mark(name)`` cuts the time into
-stretches; afterwards ``level(name)`` is the bytes alive at a mark and ``peak(a, b)`` the most alive
-between two marks, both relative to entering the meter. Never take time and memory in the same run.
+stretches; afterwards ``level(name)`` is the bytes alive at a mark, ``peak(a, b)`` the most alive
+between two marks and ``rise(a, b)`` the most behind an allocation between two neighbouring ones, all
+relative to entering the meter. Never take time and memory in the same run.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class MemoryMeter(Protocol):
     def mark(self, name: str) -> None: ...
     def level(self, name: str) -> int: ...
     def peak(self, start: str, end: str) -> int: ...
+    def rise(self, start: str, end: str) -> int | None: ...
 
 
 class _Marks:
@@ -42,19 +44,30 @@ class _Marks:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.levels: list[int] = []
-        self.peaks_before: list[int] = []  # most bytes alive since the previous mark
+        self.rises_before: list[int | None] = []  # most bytes alive behind an allocation since the previous mark
 
-    def add(self, name: str, level_bytes: int, peak_bytes: int) -> None:
+    def add(self, name: str, level_bytes: int, rise_bytes: int | None) -> None:
         self.names.append(name)
         self.levels.append(level_bytes)
-        self.peaks_before.append(peak_bytes)
+        self.rises_before.append(rise_bytes)
 
     def level(self, name: str) -> int:
         return self.levels[self.names.index(name)]
 
     def peak(self, start: str, end: str) -> int:
         first, last = self.names.index(start), self.names.index(end)
-        return max([self.levels[first], *self.peaks_before[first + 1 : last + 1]])
+        rises = self.rises_before[first + 1 : last + 1]
+        return max([self.levels[first], *(rise for rise in rises if rise is not None)])
+
+    def rise(self, start: str, end: str) -> int | None:
+        """Between neighbouring marks; None where nothing was allocated.
+
+        A mark made while memory is being freed may stand before that or behind it; this says the same for both.
+        """
+        last = self.names.index(end)
+        if self.names[last - 1] != start:
+            raise ValueError(f"rise({start!r}, {end!r}): the mark before {end!r} is {self.names[last - 1]!r}")
+        return self.rises_before[last]
 
 
 class CpuAllocatorMeter(_Marks):
@@ -81,16 +94,17 @@ class CpuAllocatorMeter(_Marks):
         events: Any = results.events()  # torch's stubs lack the fields of both
         roots: Any = results.experimental_event_tree()
         marks = [(e.start_ns(), e.name()[len(_MARK) :], 0) for e in events if e.name().startswith(_MARK)]
-        level = peak = 0
+        level = 0
+        rise: int | None = None
         held: dict[int, int] = {}  # bytes by address, of what was given inside
         for _, what, size in sorted([*marks, *_cpu_memory(roots)], key=lambda moment: moment[0]):
             if isinstance(what, str):
-                self.add(what, level, peak)
-                peak = level
+                self.add(what, level, rise)
+                rise = None
             elif size > 0:
                 held[what] = size
                 level += size
-                peak = max(peak, level)
+                rise = level if rise is None else max(rise, level)
             else:  # of memory from before torch tells by chance: where it remembers something at that address
                 level -= held.pop(what, 0)
 
@@ -109,7 +123,8 @@ def _cpu_memory(roots: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
 class CudaAllocatorMeter(_Marks):
     """Bytes that PyTorch's CUDA caching allocator has handed out (its 512-byte rounding included).
 
-    Resets the device's peak statistics. ``reserved_peak_bytes`` is what the allocator held in total.
+    Resets the device's peak statistics. ``reserved_peak_bytes`` is what the allocator held in total. Its ``rise`` has
+    the level at its first mark in it, which those statistics do not tell apart: it is never too low.
     """
 
     name = "cuda"
@@ -156,8 +171,8 @@ class LiveStorageMeter(_Marks):
         return self
 
     def mark(self, name: str) -> None:
-        self.add(name, self._mode.level_bytes, self._mode.peak_bytes)
-        self._mode.peak_bytes = self._mode.level_bytes
+        self.add(name, self._mode.level_bytes, self._mode.peak_bytes or None)
+        self._mode.peak_bytes = 0
 
     def __exit__(self, kind: Any, error: Any, trace: TracebackType | None) -> None:
         self._mode.__exit__(kind, error, trace)

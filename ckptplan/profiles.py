@@ -14,8 +14,8 @@ import operator
 import os
 import types
 import typing
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
@@ -25,9 +25,26 @@ from ckptplan.errors import CkptplanError, TimingOnlyProfileError, UnsupportedPl
 MemoryModel = Literal["peak", "additive"]
 CostKind = Literal["time", "flops"]
 
-PROFILE_SCHEMA = "ckptplan.profile/3"
+PROFILE_SCHEMA = "ckptplan.profile/4"
 _D = TypeVar("_D")
 INPUTS_KEY = "model_inputs"  # of environments: the shapes of the tensors that the model was called with
+
+
+@dataclass(frozen=True)
+class InputsLetGo:
+    """Inputs that a stage lets go of in the midst of its backward.
+
+    Attributes:
+        inputs: which of its input storages.
+        backward_peak_bytes: as of ``StageCost``, from then until it lets go of others or ends, where somebody else
+            holds these inputs and those it let go of before, so that nothing was freed.
+    """
+
+    inputs: tuple[int, ...]
+    backward_peak_bytes: int
+
+    def __post_init__(self) -> None:
+        _normalise(self, "inputs let go")
 
 
 @dataclass(frozen=True)
@@ -47,8 +64,8 @@ class StageCost:
             for a recomputed stage, the recomputation; not the input (``Q``).
         keeps_input: per input storage, whether this stage holds it until its backward.
         keeps_output: per output storage, whether this stage itself holds it until its backward.
-        backward_peak_sharing_input_bytes: the backward peak where an earlier stage holds an input too, so that this
-            stage's letting go of it in the midst of its backward frees nothing; None: the same.
+        inputs_let_go: inputs that this stage lets go of in the midst of its backward, in that order; where an earlier
+            stage holds one too nothing is freed, and the backward may peak higher (``backward_peak_beside``).
         weight_copies_bytes: of all that this stage holds until its backward, the copies of weights in a narrower type,
             as autocast makes them; None: not measured.
     """
@@ -58,11 +75,29 @@ class StageCost:
     backward_peak_bytes: int
     keeps_input: tuple[bool, ...] = (True,)
     keeps_output: tuple[bool, ...] = (False,)
-    backward_peak_sharing_input_bytes: int | None = None
     weight_copies_bytes: int | None = None
+    inputs_let_go: tuple[InputsLetGo, ...] = ()
 
     def __post_init__(self) -> None:
         _normalise(self, "a stage cost")
+
+    def backward_peak_beside(self, alone_bytes: Sequence[int]) -> int:
+        """``backward_peak_bytes`` where of each input storage so many bytes are held by this stage alone.
+
+        They are 0 for a storage that an earlier stage holds too.
+        """
+        peak, freed = self.backward_peak_bytes, 0
+        for letting in self.inputs_let_go:
+            freed += sum(alone_bytes[i] for i in letting.inputs)
+            peak = max(peak, letting.backward_peak_bytes - freed)
+        return peak
+
+    def with_backward_peaks(self, changed: Callable[[int], int]) -> StageCost:
+        """The same stage with all its backward peaks changed."""
+        lettings = tuple(
+            replace(letting, backward_peak_bytes=changed(letting.backward_peak_bytes)) for letting in self.inputs_let_go
+        )
+        return replace(self, backward_peak_bytes=changed(self.backward_peak_bytes), inputs_let_go=lettings)
 
 
 @dataclass(frozen=True)
@@ -442,6 +477,12 @@ def _require_matching_flags(profile: ChainProfile) -> None:
             ):
                 if len(flags) not in (1, count):
                     raise ValueError(f"{where}: {name} has {len(flags)} flags for {count} storages; expected {count}")
+            let_go = [i for letting in cost.inputs_let_go for i in letting.inputs]
+            if len(set(let_go)) < len(let_go) or any(i >= num_inputs for i in let_go):
+                raise ValueError(
+                    f"{where}: inputs_let_go names the inputs {let_go}; expected each of its {num_inputs} input "
+                    "storages once at most, counted from 0"
+                )
         num_inputs = len(passed)
 
 

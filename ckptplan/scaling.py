@@ -89,7 +89,7 @@ def _with_common_choices(low: BlockProfile, high: BlockProfile) -> tuple[BlockPr
 
 def _between(low: Any, high: Any, line: _Line, where: str) -> Any:
     if isinstance(low, StageCost) and isinstance(high, StageCost):
-        low, high = _with_peak_sharing_input(low), _with_peak_sharing_input(high)
+        low, high = _with_common_lettings(low, high)
     if dataclasses.is_dataclass(high) and not isinstance(high, type) and type(low) is type(high):
         values: dict[str, Any] = {}
         for field in dataclasses.fields(high):
@@ -108,11 +108,16 @@ def _between(low: Any, high: Any, line: _Line, where: str) -> Any:
     raise PlanIncompatibleError(f"{where} is {low!r} at one batch size and {high!r} at the other; it cannot be scaled")
 
 
-def _with_peak_sharing_input(cost: StageCost) -> StageCost:
-    """The figure itself where it is left out for being the same."""
-    if cost.backward_peak_sharing_input_bytes is not None:
-        return cost
-    return replace(cost, backward_peak_sharing_input_bytes=cost.backward_peak_bytes)
+def _with_common_lettings(low: StageCost, high: StageCost) -> tuple[StageCost, StageCost]:
+    """Where inputs go in another order at the other size, each cost takes all to be held elsewhere: the higher peak."""
+    if [letting.inputs for letting in low.inputs_let_go] == [letting.inputs for letting in high.inputs_let_go]:
+        return low, high
+    return _all_held(low), _all_held(high)
+
+
+def _all_held(cost: StageCost) -> StageCost:
+    peaks = [letting.backward_peak_bytes for letting in cost.inputs_let_go]
+    return replace(cost, inputs_let_go=(), backward_peak_bytes=max([cost.backward_peak_bytes, *peaks]))
 
 
 def _of_field(name: str, low: Any, high: Any, line: _Line, where: str) -> Any:

@@ -537,23 +537,16 @@ def _walk(
         ledger.level -= stage.cost.saved_bytes
         for storage in created[index]:
             ledger.release(storage, index)
-        shares_input = any(ledger.holders[storage] - {index} for storage in held[index])
-        peak = _backward_peak(stage.cost, shares_input)
+        own = [
+            first_inputs.get(s, ledger.storage_bytes[s]) if ledger.holders[s] == {index} else 0 for s in arriving[index]
+        ]
+        peak = stage.cost.backward_peak_beside(own)
         if stage.again is not None and chain is not None:
-            own = [
-                first_inputs.get(s, ledger.storage_bytes[s]) if ledger.holders[s] == {index} else 0
-                for s in arriving[index]
-            ]
             peak = _backward_letting_go(chain, stage.again, own)
         timeline.append((stage.name, "backward", ledger.level + peak))
         for storage in held[index]:
             ledger.release(storage, index)
     return tuple(timeline), retained, ledger.level
-
-
-def _backward_peak(cost: StageCost, shares_input: bool) -> int:
-    shared = cost.backward_peak_sharing_input_bytes
-    return cost.backward_peak_bytes if shared is None or not shares_input else shared
 
 
 def _flagged(storages: Sequence[int], flags: Sequence[bool]) -> list[int]:

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ckptplan.clock import now_s
 from ckptplan.memory import MemoryMeter
-from ckptplan.profiles import StageCost
+from ckptplan.profiles import InputsLetGo, StageCost
 from ckptplan.trees import distinct_storages, storage_key, tensors_in
 
 Mark = Callable[[str], None]
@@ -283,19 +283,55 @@ def is_weight_copy(func: Any, args: Any, output: Any) -> bool:
     return bool(output.element_size() < args[0].element_size())
 
 
-def backward_peak_with_inputs_held(forward: StageForward, meter: MemoryMeter) -> int:
-    """The backward peak of ``StageCost`` where somebody else holds all inputs to the end."""
+def inputs_let_go(forward: StageForward, meter: MemoryMeter) -> tuple[InputsLetGo, ...]:
+    """``StageCost.inputs_let_go`` by one forward and one backward: the meter is marked as each input goes."""
+    gone: list[int] = []
+
+    def watched(index: int, ref: weakref.ref[torch.UntypedStorage]) -> weakref.ref[torch.UntypedStorage]:
+        def note(_: weakref.ref[torch.UntypedStorage]) -> None:
+            meter.mark(_letting_go(len(gone)))
+            gone.append(index)
+
+        storage = ref()  # only here: a name in the function outside would hold it all through the backward
+        assert storage is not None
+        return weakref.ref(storage, note)
+
     with meter:
         run = forward(meter.mark)
-        held = [t.detach() for t in run.inputs]
-        in_bytes = sum(_watch(held, run.standing)[0])
+        sizes, storages = _watch(run.inputs, run.standing)
         root = _root(run)
         run.inputs.clear()
         run.output = None
         meter.mark("saved")
+        kept = [i for i, ref in enumerate(storages) if ref() is not None]
+        watches = [watched(i, storages[i]) for i in kept]
         _backward(root)
         meter.mark("done")
-    return max(0, meter.peak("saved", "done") - meter.level("start") - in_bytes)
+        del watches
+    return _lettings(meter, gone, sizes, sum(sizes[i] for i in kept))
+
+
+def _letting_go(number: int) -> str:
+    return f"let go {number}"
+
+
+def _lettings(
+    meter: MemoryMeter, gone: Sequence[int], sizes: Sequence[int], kept_bytes: int
+) -> tuple[InputsLetGo, ...]:
+    """What rises behind each mark as if nothing had been freed; where nothing rises, it goes with the next one."""
+    found: list[InputsLetGo] = []
+    waiting: list[int] = []
+    freed_bytes = 0
+    for number, index in enumerate(gone):
+        waiting.append(index)
+        freed_bytes += sizes[index]
+        following = _letting_go(number + 1) if number + 1 < len(gone) else "done"
+        risen_bytes = meter.rise(_letting_go(number), following)
+        if risen_bytes is not None:
+            peak_bytes = max(0, risen_bytes - meter.level("start") - kept_bytes + freed_bytes)
+            found.append(InputsLetGo(tuple(waiting), peak_bytes))
+            waiting = []
+    return tuple(found)
 
 
 def _watch(

@@ -141,13 +141,8 @@ def _block(profile: ChainProfile, order: int, block: BlockProfile, around: _Arou
         def backward(peak_bytes: int) -> int:
             return around.backward(peak_bytes, plain.saved_bytes + incoming, outgoing)
 
-        shared = plain.backward_peak_sharing_input_bytes
-        return replace(
-            plain,
-            forward_peak_bytes=around.forward(plain.forward_peak_bytes),
-            backward_peak_bytes=backward(plain.backward_peak_bytes),
-            backward_peak_sharing_input_bytes=None if shared is None else backward(shared),
-        )
+        beside = replace(plain, forward_peak_bytes=around.forward(plain.forward_peak_bytes))
+        return beside.with_backward_peaks(backward)
 
     stopped, replayed = block.stopped_forward_peak_bytes, block.replayed_backward_peak_bytes
     before = block.before

@@ -156,14 +156,16 @@ class _Model:
         """Rows of one stage; the variable of what is retained behind it, and the storages that it hands on."""
         handed_on = [_Storage(size * self.scale) if source is None else at_hand[source] for size, source in outputs]
         handed = sum(storage.size for storage in at_hand)
-        shared = self._shared(ways, at_hand, handed_on)
+        earlier = [storage.held for storage in at_hand]
         forward = [(v, cost.forward_peak_bytes * self.scale) for v, cost in ways]
         self.rows.add([(retained, 1.0), *forward], self.budget - handed)
         for storage in dict.fromkeys([*at_hand, *handed_on]):
             self._take_hold(storage, ways, at_hand, handed_on)
         held = [(s.held, s.size) for s in at_hand if s.held is not None]
         backward = [(v, cost.backward_peak_bytes * self.scale) for v, cost in ways]
-        self.rows.add([(retained, 1.0), *held, *backward, *shared], self.budget)
+        self.rows.add([(retained, 1.0), *held, *backward], self.budget)
+        for variable, cost in ways:
+            self._add_lettings(variable, cost, [(retained, 1.0), *held], at_hand, earlier)
         gone = [(s.held, s.size) for s in at_hand if s.held is not None and s not in handed_on]
         saved = [(v, cost.saved_bytes * self.scale) for v, cost in ways]
         behind = self._variable()
@@ -181,20 +183,28 @@ class _Model:
                 self.rows.add([(storage.held, 1.0), (now, -1.0)], 0.0)
             storage.held = now
 
-    def _shared(
-        self, ways: _Ways, at_hand: Sequence[_Storage], handed_on: Sequence[_Storage]
-    ) -> list[tuple[int, float]]:
-        """Variables, with bytes, for ways that peak higher where somebody before holds one of their inputs too."""
-        found = []
-        for variable, cost in ways:
-            more = (cost.backward_peak_sharing_input_bytes or 0) - cost.backward_peak_bytes
-            holders = [s.held for s in at_hand if s.held is not None and self._keeps(cost, s, at_hand, handed_on)]
-            if more > 0 and holders:
-                both = self._variable()
-                for held in holders:
+    def _add_lettings(
+        self,
+        variable: int,
+        cost: StageCost,
+        alive: Sequence[tuple[int, float]],
+        at_hand: Sequence[_Storage],
+        earlier: Sequence[int | None],
+    ) -> None:
+        """A row for each time at which a way lets go of inputs: what somebody before it holds too is not freed."""
+        freed: list[tuple[int, float]] = []  # the way is taken and the storage is held earlier: with its bytes
+        freed_bytes = 0.0
+        for letting in cost.inputs_let_go:
+            for i in letting.inputs:
+                freed_bytes += at_hand[i].size
+                held = earlier[i]
+                if held is not None:
+                    both = self._variable()
                     self.rows.add([(variable, 1.0), (held, 1.0), (both, -1.0)], 1.0)
-                found.append((both, more * self.scale))
-        return found
+                    freed.append((both, at_hand[i].size))
+            if freed and letting.backward_peak_bytes > cost.backward_peak_bytes:
+                own = letting.backward_peak_bytes * self.scale - freed_bytes
+                self.rows.add([*alive, (variable, own), *freed], self.budget)
 
     @staticmethod
     def _keeps(cost: StageCost, storage: _Storage, at_hand: Sequence[_Storage], handed_on: Sequence[_Storage]) -> bool:

@@ -387,8 +387,6 @@ def passed_on(cost: StageCost, outputs: Outputs, loads: Loads) -> Passage:
     for (_, passed), kept in zip(outputs, makes, strict=True):
         if passed is not None and kept:
             holds[passed] = True
-    sharing = cost.backward_peak_sharing_input_bytes
-    is_shared = any(held and size == HELD for size, held in zip(loads, holds, strict=True))
     newly = sum(size for size, held in zip(loads, holds, strict=True) if held and size != HELD)
     made = sum(size for (size, passed), kept in zip(outputs, makes, strict=True) if passed is None and kept)
     following = []
@@ -402,7 +400,7 @@ def passed_on(cost: StageCost, outputs: Outputs, loads: Loads) -> Passage:
         newly=newly,
         retained=newly + made + cost.saved_bytes,
         loads=tuple(following),
-        backward_peak=sharing if is_shared and sharing is not None else cost.backward_peak_bytes,
+        backward_peak=cost.backward_peak_beside(unheld(loads)),
     )
 
 
@@ -458,11 +456,7 @@ def flat_stages(chain: OptionChain, *, relaxed: bool = False) -> Stages:
 
 def _lowest_backward(cost: StageCost) -> StageCost:
     """Whoever else holds its inputs: in the plans that a relaxed one stands for it need not be the same stages."""
-    shared = cost.backward_peak_sharing_input_bytes
-    if shared is None:
-        return cost
-    least = min(shared, cost.backward_peak_bytes)
-    return replace(cost, backward_peak_bytes=least, backward_peak_sharing_input_bytes=None)
+    return replace(cost, inputs_let_go=())
 
 
 def _transitions(

@@ -58,7 +58,7 @@ def test_the_judge_of_these_tests_agrees_with_the_simulator_and_the_referee(make
 
 
 def _sharing_nothing(option: Any) -> Any:
-    return replace(option, cost=replace(option.cost, backward_peak_sharing_input_bytes=None))
+    return replace(option, cost=replace(option.cost, inputs_let_go=()))
 
 
 @pytest.mark.parametrize("batch", range(3))

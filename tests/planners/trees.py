@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptplan.planners.options import Option, OptionChain
-from ckptplan.profiles import BlockProfile, ChainProfile, SelectiveOption, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile, InputsLetGo, SelectiveOption, StageCost
 
 Tree = int | tuple[Any, ...]  # block number: kept; tuple: recomputed children; (i,): block i by itself
 
@@ -223,12 +223,13 @@ def _step(stages: Sequence[Any], num_inputs: int, own: Sequence[int] = ()) -> tu
         made_here = made_by[index]
         older = [s for s in everything if s.holders and not any(s is mine for mine in made_here)]
         own_peak = stages[index][0].backward_peak_bytes
-        if any(index in s.holders and len(s.holders) > 1 for s in everything):
-            sharing = stages[index][0].backward_peak_sharing_input_bytes
-            own_peak = own_peak if sharing is None else sharing
+        sole = [real.get(id(s), s.size) if s.holders == {index} else 0 for s in found[index]]
+        let_go: list[int] = []
+        for letting in stages[index][0].inputs_let_go:
+            let_go += letting.inputs
+            own_peak = max(own_peak, letting.backward_peak_bytes - sum(sole[i] for i in let_go))
         shrunk = getattr(stages[index][1], "shrunk", None)
         if shrunk is not None:
-            sole = [real.get(id(s), s.size) if s.holders == {index} else 0 for s in found[index]]
             own_peak = shrunk(sole)
         backward[index] = sum(saved[:index]) + sum(s.size for s in older) + own_peak
         for storage in everything:
@@ -299,12 +300,23 @@ def with_parts(chain: ChainProfile, seed: int, most: int = 3) -> ChainProfile:
                 backward,
                 tuple(rng.random() < 0.6 for _ in keep.keeps_input),
                 tuple(rng.random() < 0.4 for _ in keep.keeps_output),
-                backward + rng.randint(0, 2**21) if rng.random() < 0.6 else None,
             )
+            cost = replace(cost, inputs_let_go=_lettings(cost, rng) if rng.random() < 0.6 else ())
             names = tuple(f"part{number}.mm#{nth}:0" for nth in range(rng.randint(0 if number == 0 else 1, 2)))
             found.append(SelectiveOption(names, cost, rng.randint(0, 128) / 32, rng.choice([0, 7, 100]), "hash"))
         blocks.append(replace(block, selective=tuple(found), recompute_flops=100, forward_flops=120))
     return replace(chain, blocks=tuple(blocks))
+
+
+def _lettings(cost: StageCost, rng: random.Random) -> tuple[InputsLetGo, ...]:
+    """The inputs that it keeps, let go one by one or together, with peaks in between that may matter."""
+    kept = [i for i, keeps in enumerate(cost.keeps_input) if keeps]
+    rng.shuffle(kept)
+    found = []
+    while kept:
+        together = [kept.pop() for _ in range(rng.randint(1, len(kept)))]
+        found.append(InputsLetGo(tuple(together), cost.backward_peak_bytes + rng.randint(-(2**19), 2**23)))
+    return tuple(replace(letting, backward_peak_bytes=max(0, letting.backward_peak_bytes)) for letting in found)
 
 
 def all_plans_with_parts(
