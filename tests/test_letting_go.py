@@ -22,16 +22,20 @@ WIDTH = 32
 
 
 class Across(nn.Module):
-    """Looks at x first and at the memory last, so that a backward is done with the memory first."""
+    """Wide work on x first, then a little on the others: a backward is done with these when the wide work comes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.own, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down, self.gate = (
+            nn.Linear(WIDTH, 8 * WIDTH),
+            nn.Linear(8 * WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x: torch.Tensor, side: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = torch.tanh(self.own(x)) * torch.sigmoid(x)
-        hidden = hidden + torch.tanh(hidden * side)
-        return hidden + torch.sigmoid(self.gate(memory)) * torch.tanh(memory).sin()
+        hidden: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
+        hidden = hidden + torch.sigmoid(self.gate(side)) * side
+        return hidden + torch.tanh(memory).sin()
 
 
 class Decoder(nn.Module):
