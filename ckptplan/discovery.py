@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -28,6 +28,7 @@ from ckptplan.twin import WriteGuard, make_twin
 from ckptplan.wrappers import no_foreign_calls, no_parallel_calls
 
 _SMALLEST_SHARE = 0.1  # of the main list's parameters, of a list beside it
+_LEAST_SHARE_INSIDE = 0.5  # of a stage's parameters, of the blocks inside it
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def find_blocks(
 
     That is the list with the most parameters, of those that run as a chain if there are such (each member once, in
     order, on what the one before returned); lists that follow it directly; and lists with members of the same classes
-    as its own, or as composed and alike and not much smaller (decoder beside encoder, the way up of a U-Net).
+    as its own, or as composed and alike and not much smaller (decoder beside encoder, the way up of a U-Net). Where the
+    members are stages, each with a chain of equal blocks inside (ResNet, Swin, ConvNeXt), those blocks are taken.
     ``source`` of the result says what was taken and why others were left.
 
     Raises:
@@ -66,23 +68,20 @@ def find_blocks(
     lists = block_lists(model) or block_lists(model, least=1)
     if not lists:
         raise BlockDeclarationError(no_list_message(model))
-    calls = _record(
-        model,
-        [member for path, holder in lists for member in member_paths(path, holder)],
-        batch,
-        loss_fn,
-        device,
-    )
+    members_of = {path: member_paths(path, holder) for path, holder in lists}
+    inner = {member: _inner_list(model, member) for members in members_of.values() for member in members}
+    deeper = [path for paths in inner.values() for path in paths]
+    calls = _record(model, [*inner, *deeper], batch, loss_fn, device)
     found, refused = [], []
     for path, holder in lists:
-        members = member_paths(path, holder)
+        members = members_of[path]
         missing = [member for member in members if not any(call.path == member for call in calls)]
         if missing:
             what = "does not run" if len(missing) == len(members) else f"{missing[0]} does not run"
             refused.append(f"{path or 'the model itself'} ({what})")
             continue
         start = next(number for number, call in enumerate(calls) if call.path in members)
-        size = sum(p.numel() for p in holder.parameters())
+        size = _num_parameters(holder)
         found.append(_Found(path, start, members, size, _is_chain(members, calls)))
     if not found:
         raise BlockDeclarationError(
@@ -90,11 +89,43 @@ def find_blocks(
             "Name the blocks ('blocks.paths=[path.*]'), or have the loss call the model that it is given"
         )
     taken = _taken(model, found, calls)
-    names = [member for item in taken for member in item.members]
+    names = [name for item in taken for name in _opened(model, item, inner, calls)]
     blocks = declare_blocks(model, [(name, model.get_submodule(name)) for name in names])
     others = [f"{f.path} (smaller, of another kind)" for f in found if f not in taken] + refused
     source = f"the lists {', '.join(item.path or 'of the model itself' for item in taken)}"
+    if len(names) > sum(len(item.members) for item in taken):
+        source += " (the blocks inside their stages)"
     return BlockSelection(blocks, source + (f", not {', '.join(others)}" if others else ""), left_out(model, blocks))
+
+
+def _inner_list(model: nn.Module, member: str) -> tuple[str, ...]:
+    """Paths of the members of the largest list inside a member, where they are composed and of one class."""
+    lists = block_lists(model.get_submodule(member), least=1)
+    lists = [(path, holder) for path, holder in lists if path]
+    if not lists:
+        return ()
+    path, holder = max(lists, key=lambda pair: _num_parameters(pair[1]))
+    kinds = {type(part) for part in holder.children()}
+    is_composed = all(any(True for _ in part.children()) for part in holder.children())
+    return member_paths(f"{member}.{path}", holder) if len(kinds) == 1 and is_composed else ()
+
+
+def _opened(
+    model: nn.Module, item: _Found, inner: Mapping[str, tuple[str, ...]], calls: list[_Call]
+) -> tuple[str, ...]:
+    """The members of a list, or the blocks inside them where these are its stages: most of each, more, and a chain."""
+    stages = [inner[member] for member in item.members]
+    names = [name for stage in stages for name in stage]
+    if len(names) <= len(stages) or not all(stage and _is_chain(stage, calls) for stage in stages):
+        return item.members
+    if len({type(model.get_submodule(name)) for name in names}) > 1:
+        return item.members
+    inside = sum(_num_parameters(model.get_submodule(name)) for name in names)
+    return tuple(names) if inside >= _LEAST_SHARE_INSIDE * item.parameters else item.members
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def _record(

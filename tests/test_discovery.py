@@ -114,3 +114,59 @@ class Stages(nn.Module):
 def test_lists_of_lists_are_looked_into() -> None:
     blocks = find_blocks(Stages(), torch.randn(4, 32), square_loss, CPU).blocks
     assert [block.block_id for block in blocks] == [f"stages.{i}.{j}" for i in range(3) for j in range(2)]
+
+
+class Stage(nn.Module):
+    """A few equal blocks behind a layer that changes the width."""
+
+    def __init__(self, incoming: int, width: int, depth: int) -> None:
+        super().__init__()
+        self.widen = nn.Linear(incoming, width)
+        self.blocks = nn.ModuleList(Feed(width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.widen(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Branches(Stage):
+    """Equal blocks again, side by side: each takes what came in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.widen(x)
+        return torch.stack([block(x) for block in self.blocks]).sum(0)
+
+
+class Staged(nn.Module):
+    def __init__(self, *stages: nn.Module) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+
+def test_of_stages_the_blocks_inside_are_taken() -> None:
+    model = Staged(Stage(32, 16, 2), Stage(16, 32, 1), Stage(32, 16, 2))
+    selection = find_blocks(model, torch.randn(4, 32), square_loss, CPU)
+    within = [f"stages.{i}.blocks.{j}" for i, depth in enumerate((2, 1, 2)) for j in range(depth)]
+    assert [block.block_id for block in selection.blocks] == within
+    assert selection.source == "the lists stages (the blocks inside their stages)"
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        pytest.param((Branches(32, 32, 2), Branches(32, 32, 2)), id="parts that run side by side"),
+        pytest.param((Stage(32, 32, 1), Stage(32, 32, 1)), id="one part in each"),
+        pytest.param((Stage(256, 256, 2), nn.Linear(256, 256)), id="a member without parts"),
+    ],
+)
+def test_members_that_are_no_stages_stay_whole(stages: tuple[nn.Module, ...]) -> None:
+    width = next(stages[0].parameters()).shape[1]
+    selection = find_blocks(Staged(*stages), torch.randn(4, width), square_loss, CPU)
+    assert [block.block_id for block in selection.blocks] == ["stages.0", "stages.1"]

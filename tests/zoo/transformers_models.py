@@ -49,6 +49,8 @@ VIT = SIZES | {"intermediate_size": 64, "image_size": 16, "patch_size": 4, "num_
 T5 = {"d_model": WIDTH, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY}
 T5 |= {"use_cache": False, "decoder_start_token_id": 0}
 DEBERTA = BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [1, 2], "window_size": 4}
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic", "num_labels": 5}
 MIXTRAL = LLAMA | {"intermediate_size": 32, "num_local_experts": 3, "num_experts_per_tok": 2}
 
 TRANSFORMERS = [
@@ -80,6 +82,22 @@ TRANSFORMERS = [
         is_slow=True,
     ),
     Entry("transformers ViT", "images", of("ViTForImageClassification", images, **VIT), own_loss, None),
+    Entry(
+        "transformers Swin",
+        "blocks inside stages, paths dropped at random",
+        of("SwinForImageClassification", images, **(SWIN | {"num_labels": 5, "drop_path_rate": 0.3})),
+        own_loss,
+        None,
+        is_slow=True,
+    ),
+    Entry(
+        "transformers ResNet",
+        "blocks inside stages, running statistics",
+        of("ResNetForImageClassification", images, **RESNET),
+        own_loss,
+        None,
+        is_slow=True,
+    ),
     Entry(
         "transformers T5",
         "encoder and decoder",
