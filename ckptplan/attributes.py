@@ -22,15 +22,17 @@ class KeptAttributes:
 
     values: dict[str, Any]
     state: dict[str, Any]  # what tells whether one was changed
+    hooks: dict[str, dict[str, dict[int, Any]]]  # by module and kind: a forward may register some (transformers does)
 
     @staticmethod
     def of(model: nn.Module) -> KeptAttributes:
         parts = _parts(model)
         values = {name: _copied(value, parts) for name, (_, value) in attributes_by_name(model).items()}
-        return KeptAttributes(values, instance_state(model))
+        hooks = {path: {name: dict(table) for name, table in _hooks_of(part)} for path, part in model.named_modules()}
+        return KeptAttributes(values, instance_state(model), hooks)
 
     def put_back(self, model: nn.Module) -> None:
-        """Attributes that changed get the kept values, new ones go."""
+        """Attributes that changed get the kept values, new ones go, and so do hooks."""
         now, parts = instance_state(model), _parts(model)
         for name, (holder, _) in attributes_by_name(model).items():
             last = name.rpartition(".")[2]
@@ -41,6 +43,17 @@ class KeptAttributes:
         for name in self.values.keys() - now.keys():
             owner, _, last = name.rpartition(".")
             vars(model.get_submodule(owner))[last] = _copied(self.values[name], parts)
+        for path, part in model.named_modules():
+            for name, table in _hooks_of(part):
+                kept = self.hooks.get(path, {}).get(name, {})
+                if table.keys() != kept.keys():
+                    table.clear()
+                    table.update(kept)
+
+
+def _hooks_of(module: nn.Module) -> list[tuple[str, dict[int, Any]]]:
+    """The tables of hooks that torch keeps in a module, by attribute."""
+    return [(name, table) for name, table in vars(module).items() if "_hooks" in name and isinstance(table, dict)]
 
 
 def _parts(model: nn.Module) -> dict[int, Any]:

@@ -17,14 +17,13 @@ import torch
 from ckptplan.clock import now_s
 from ckptplan.graph import BlockOperators, Output
 from ckptplan.kinds import Kind, block_forward, settled_bytes, with_loss
-from ckptplan.memory import make_meter
 from ckptplan.operators import RunBlock, trace_operators, why_not_replayed
 from ckptplan.options import KeepSet, propose_keep_sets
 from ckptplan.profiles import SelectiveOption, StageCost
 from ckptplan.randomness import random_state_restored
 from ckptplan.replay import Recorder, run_recorded, run_replayed
 from ckptplan.selective import outputs_named
-from ckptplan.stages import StageForward, inputs_let_go, stage_flops, time_stage, weight_copies
+from ckptplan.stages import StageForward, stage_flops, time_stage, weight_copies
 from ckptplan.trace import autocast_as
 from ckptplan.trees import has_values
 
@@ -201,9 +200,8 @@ def same_choices(kind: Kind, other: Choices, how: Measuring) -> Choices:
 def _measured(kind: Kind, saved_ops: tuple[str, ...], how: Measuring) -> Choice:
     forward = option_forward(kind, saved_ops, how.device)
     cost = settled_bytes(forward, how.device, how.memory)
-    lettings = inputs_let_go(forward, make_meter(how.device, how.memory)) if any(cost.keeps_input) else ()
     copied_bytes = weight_copies(forward).saved_bytes if kind.copied_weights else 0
-    cost = replace(cost, inputs_let_go=lettings, weight_copies_bytes=copied_bytes)
+    cost = replace(cost, weight_copies_bytes=copied_bytes)
     assert kind.backward_flops is not None, "a kind's own FLOPs are measured before its options"
     return Choice(kind, saved_ops, with_loss(cost, how.held_bytes), stage_flops(forward)[1] - kind.backward_flops)
 

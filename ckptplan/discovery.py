@@ -24,7 +24,7 @@ from ckptplan.randomness import random_state_restored
 from ckptplan.subject import private_batch
 from ckptplan.trace import exchanged_forwards
 from ckptplan.trees import tensors_in
-from ckptplan.twin import WriteGuard, make_twin
+from ckptplan.twin import WriteGuard, make_twin, missing_hooks_told
 from ckptplan.wrappers import no_foreign_calls, no_parallel_calls
 
 _SMALLEST_SHARE = 0.1  # of the main list's parameters, of a list beside it
@@ -154,6 +154,7 @@ def _record(
             torch.no_grad(),
             exchanged_forwards(modules, stands),
             guard,
+            missing_hooks_told(model),
         ):
             loss_fn(twin, private_batch(batch))
     finally:

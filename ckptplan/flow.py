@@ -9,7 +9,7 @@ variables hold there, passed on through the stages that do not touch it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,8 +31,8 @@ from ckptplan.compiled_choices import Compiling, measure_compiled, time_compiled
 from ckptplan.kinds import Kind, examine, kind_key, measure_bytes_and_flops, observe_block, time_key, with_loss
 from ckptplan.memory import MemoryMeter, make_meter
 from ckptplan.profiles import BlockProfile, ChainProfile, InputsLetGo, RegionProfile, StageCost
-from ckptplan.skeleton import Anatomy, Arrival, Holding, Skeleton, find_anatomy
-from ckptplan.stages import GradientLayout, count_flops
+from ckptplan.skeleton import Anatomy, Arrival, Holding, Skeleton, entered_call, find_anatomy, left_call
+from ckptplan.stages import GradientLayout, Letting, SharedGradient, count_flops, inputs_let_go, layout_of
 from ckptplan.subject import Subject, Trials
 from ckptplan.tied import SharedWeights, require_copies_of_their_own, used_by_block
 from ckptplan.trace import BlockCall, trace_subject
@@ -58,7 +58,7 @@ def measure_any(
     subject = subject.of_calls([call.block for call in trace.calls])
     skeleton = Skeleton(subject, trace.calls, {storage_key(t) for t in subject.standing_tensors()})
     arrivals = skeleton.forward(_ignore).backward()
-    kinds, keys = _examine_calls(skeleton, arrivals, _same_inputs(skeleton))
+    kinds, keys = _examine_calls(skeleton, arrivals, _LaterUses.of(skeleton))
     require_gradient(kinds, subject.names)
     skeleton.handed_back = [kinds[key].handed_back for key in keys]
     skeleton.weights = _weights_used_elsewhere(skeleton)
@@ -136,25 +136,93 @@ def _ignore(name: str) -> None:
 
 
 Place = tuple[int, int]  # a call, and a position in its boundary
+GradientLayouts = dict[Place, SharedGradient | None]
 
 
-def _same_inputs(skeleton: Skeleton) -> dict[Place, list[Place]]:
-    """Per input of a call the later calls that take the same tensor."""
-    seen: dict[int, list[Place]] = {}
-    held: list[torch.Tensor] = []  # so that no identity is given twice
+@dataclass(frozen=True)
+class _LaterUses:
+    """What else takes the inputs of calls, and so sends a part of their gradient before the call's own backward.
 
-    def note(number: int, boundary: list[torch.Tensor], output: object) -> None:
-        held.extend(boundary)
-        for position, tensor in enumerate(boundary):
-            seen.setdefault(id(tensor), []).append((number, position))
+    Attributes:
+        by_calls: per input the later calls that take the same tensor.
+        by_model: inputs that the model's own code takes behind the call (a loss on hidden states), and how the part of
+            the gradient that comes from there lies in memory. Where it is memory of the gradient that comes to the call
+            itself (``x + block(x)``), it is none of its own and is left out.
+    """
 
-    step = skeleton.forward(_ignore, note)
-    step.loss = None
-    return {place: places[i + 1 :] for places in seen.values() for i, place in enumerate(places)}
+    by_calls: dict[Place, list[Place]]
+    by_model: GradientLayouts
+
+    @staticmethod
+    def of(skeleton: Skeleton) -> _LaterUses:
+        seen: dict[int, list[Place]] = {}
+        taken: dict[Place, torch.Tensor] = {}  # held, so that no identity is given twice
+
+        def note(number: int, boundary: list[torch.Tensor], output: object) -> None:
+            for position, tensor in enumerate(boundary):
+                taken[number, position] = tensor
+                seen.setdefault(id(tensor), []).append((number, position))
+
+        step = skeleton.forward(_ignore, note)
+        by_calls = {place: places[i + 1 :] for places in seen.values() for i, place in enumerate(places)}
+        nodes = _nodes(step.loss)
+        arriving: dict[int, set[int]] = {}
+        parts: dict[Place, list[tuple[int, SharedGradient | None]]] = {}
+        for node in nodes:
+            if (number := left_call(node)) is not None:
+                _note_arriving(node, arriving.setdefault(number, set()))
+        users = _users(nodes)
+        for place, tensor in taken.items():
+            edge = (tensor.grad_fn, tensor.output_nr)
+            for node in _own_code_behind(place[0], users.get(edge, ())):
+                _note_part(node, edge, parts.setdefault(place, []))
+        step.backward()
+        return _LaterUses(by_calls, {p: _layout(found) for p, found in parts.items() if _is_own(found, arriving[p[0]])})
+
+
+def _own_code_behind(call: int, users: Sequence[Any]) -> list[Any]:
+    """Nodes that are no call's and were made behind this one's entry: the youngest run first."""
+    entry = [node for node in users if entered_call(node) == call]
+    own_code = [node for node in users if entered_call(node) is None]
+    return [node for node in own_code if entry and node._sequence_nr() > entry[0]._sequence_nr()]
+
+
+def _note_arriving(node: Any, into: set[int]) -> None:
+    node.register_prehook(lambda gradients: into.update(storage_key(g) for g in gradients if g is not None))
+
+
+def _note_part(node: Any, edge: tuple[Any, int], into: list[tuple[int, SharedGradient | None]]) -> None:
+    """The memory of what the node sends along an edge, and how it lies there."""
+    position = node.next_functions.index(edge)
+
+    def note(sent: Sequence[torch.Tensor | None], _: object) -> None:
+        gradient = sent[position]
+        if gradient is not None:
+            into.append((storage_key(gradient), layout_of([gradient])[0]))
+
+    node.register_hook(note)
+
+
+def _is_own(parts: Sequence[tuple[int, SharedGradient | None]], arriving: Collection[int]) -> bool:
+    return len(parts) > 1 or any(key not in arriving for key, _ in parts)
+
+
+def _layout(parts: Sequence[tuple[int, SharedGradient | None]]) -> SharedGradient | None:
+    """A single part lies as it was sent; several have been added up in memory of their own."""
+    return parts[0][1] if len(parts) == 1 else None
+
+
+def _users(nodes: Sequence[Any]) -> dict[tuple[Any, int], list[Any]]:
+    """Per output of each node of a graph, those that send it a gradient."""
+    users: dict[tuple[Any, int], list[Any]] = {}
+    for node in nodes:
+        for following in getattr(node, "next_functions", ()):
+            users.setdefault(following, []).append(node)
+    return users
 
 
 def _examine_calls(
-    skeleton: Skeleton, arrivals: Sequence[Arrival], same: Mapping[Place, Sequence[Place]]
+    skeleton: Skeleton, arrivals: Sequence[Arrival], later: _LaterUses
 ) -> tuple[dict[str, Kind], list[str]]:
     """Distinct kinds by key, and the key of each call; from the last one, as gradients come from later calls."""
     subject = skeleton.subject
@@ -167,7 +235,9 @@ def _examine_calls(
         layout = arrival.layout or None
         waiting: GradientLayout = {}
         for position in range(len(call.boundary) if layout else 0):
-            parts = [handed_back[n][p] for n, p in same[number, position] if p in handed_back[n]]
+            parts = [handed_back[n][p] for n, p in later.by_calls[number, position] if p in handed_back[n]]
+            if (number, position) in later.by_model:
+                parts.append(later.by_model[number, position])
             if parts:  # a single part lies as it was handed back; several have been added up in memory of their own
                 waiting[position] = parts[0] if len(parts) == 1 else None
         key = kind_key(module, call, layout, observation, arrival.pinned, waiting)
@@ -199,13 +269,17 @@ def _weights_used_elsewhere(skeleton: Skeleton) -> list[list[torch.Tensor]]:
 
 
 def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
+    return [node.variable for node in _nodes(loss) if hasattr(node, "variable")]
+
+
+def _nodes(loss: torch.Tensor) -> list[Any]:
+    """All of the graph."""
     to_visit: list[Any] = [loss.grad_fn]
     seen = set(to_visit)
-    found: list[torch.Tensor] = []
+    found: list[Any] = []
     while to_visit:
         node = to_visit.pop()
-        if hasattr(node, "variable"):
-            found.append(node.variable)
+        found.append(node)
         following = {after for after, _ in getattr(node, "next_functions", ()) if after is not None} - seen
         seen |= following
         to_visit += following
@@ -225,17 +299,19 @@ class Accounts:
     arrivals: list[Arrival]
     loss_bytes: int  # with its gradient
     saved: list[int]  # by region: kept by its graph alone
+    gone: list[tuple[str, Holding]]  # of what blocks take or give: the mark at which it went
 
     @staticmethod
     def of(skeleton: Skeleton, memory: str) -> Accounts:
         anatomy = find_anatomy(skeleton)
         skeleton.forward(_ignore).backward()  # lazily made workspaces are there afterwards
         meter = make_meter(skeleton.subject.device, memory)
+        letting = Letting(meter.mark)
         with meter:
-            step = skeleton.forward(meter.mark)
+            step = skeleton.forward(meter.mark, anatomy.watched_by(letting))
             loss_bytes = 2 * int(step.loss.untyped_storage().nbytes())
             arrivals = step.backward()
-        accounts = Accounts(skeleton.calls, anatomy, meter, arrivals, loss_bytes, [])
+        accounts = Accounts(skeleton.calls, anatomy, meter, arrivals, loss_bytes, [], letting.gone)
         for region in range(accounts.num_calls + 1):
             accounts.saved.append(accounts._saved_by(region))
         return accounts
@@ -292,16 +368,28 @@ class Accounts:
         start, end = self._backward_of_region(region)
         is_empty = self.anatomy.is_empty[region]
         copies = [h for h in self.anatomy.holdings if h.is_weight_copy]
+        base = self.meter.level("start") + before + self._boundary_bytes(stage, stage)
+        peak = max(0, self.meter.peak(start, end) - base)
         return StageCost(
             saved_bytes=self.saved[region],
             forward_peak_bytes=0
             if is_empty
             else max(0, self._peak(*forward) - before - self._boundary_bytes(stage, stage - 1, inputs)),
-            backward_peak_bytes=max(0, self._peak(start, end) - before - self._boundary_bytes(stage, stage)),
+            backward_peak_bytes=peak,
             keeps_input=tuple(stage in h.saved_by for h in inputs),
             keeps_output=tuple(h.made_at == stage and stage in h.saved_by for h in outputs),
             weight_copies_bytes=sum(h.size_bytes for h in copies if stage == min(h.saved_by, default=None)),
+            inputs_let_go=inputs_let_go(self.meter, self._gone_in(region, inputs), end, base, peak),
         )
+
+    def _gone_in(self, region: int, inputs: Sequence[Holding]) -> list[tuple[str, int, int]]:
+        """Of what a region takes and keeps for backward, what goes within its backward."""
+        marks = self.meter.marks(*self._backward_of_region(region))
+        return [
+            (mark, inputs.index(holding), holding.size_bytes)
+            for mark, holding in self.gone
+            if mark in marks and holding in inputs and 2 * region in holding.saved_by
+        ]
 
     def _backward_of_region(self, region: int) -> tuple[str, str]:
         return backward_marks(region, [bool(arrival.layout) for arrival in self.arrivals])

@@ -2,8 +2,8 @@
 
 One protocol, three meters. A meter is a context manager; inside it ``mark(name)`` cuts the time into
 stretches; afterwards ``level(name)`` is the bytes alive at a mark, ``peak(a, b)`` the most alive
-between two marks and ``rise(a, b)`` the most behind an allocation between two neighbouring ones, all
-relative to entering the meter. Never take time and memory in the same run.
+between two marks and ``rise(a, b)`` the most behind an allocation between them, all relative to entering
+the meter. Never take time and memory in the same run.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class MemoryMeter(Protocol):
     def level(self, name: str) -> int: ...
     def peak(self, start: str, end: str) -> int: ...
     def rise(self, start: str, end: str) -> int | None: ...
+    def marks(self, start: str, end: str) -> set[str]: ...
 
 
 class _Marks:
@@ -59,15 +60,17 @@ class _Marks:
         rises = self.rises_before[first + 1 : last + 1]
         return max([self.levels[first], *(rise for rise in rises if rise is not None)])
 
+    def marks(self, start: str, end: str) -> set[str]:
+        """The names from one mark to another."""
+        return set(self.names[self.names.index(start) : self.names.index(end) + 1])
+
     def rise(self, start: str, end: str) -> int | None:
-        """Between neighbouring marks; None where nothing was allocated.
+        """None where nothing was allocated.
 
         A mark made while memory is being freed may stand before that or behind it; this says the same for both.
         """
-        last = self.names.index(end)
-        if self.names[last - 1] != start:
-            raise ValueError(f"rise({start!r}, {end!r}): the mark before {end!r} is {self.names[last - 1]!r}")
-        return self.rises_before[last]
+        first, last = self.names.index(start), self.names.index(end)
+        return max((rise for rise in self.rises_before[first + 1 : last + 1] if rise is not None), default=None)
 
 
 class CpuAllocatorMeter(_Marks):

@@ -27,7 +27,7 @@ from ckptplan.plan import CheckpointPlan
 from ckptplan.randomness import GlobalStreams, library_state, random_state_restored, torch_state
 from ckptplan.subject import LossFn, Trials, private_batch
 from ckptplan.trees import local, tensors_in
-from ckptplan.twin import make_twin, own_written_weights
+from ckptplan.twin import make_twin, missing_hooks_told, own_written_weights
 from ckptplan.units import require_amount
 from ckptplan.wrappers import no_parallel_calls, parallel_fault, sharding_fault
 
@@ -180,7 +180,7 @@ def pair_of_model(
         raise PlanIncompatibleError(faults)
     (twin,) = make_twin([model])
     try:
-        with no_hooks_on_all_modules(), no_parallel_calls():
+        with no_hooks_on_all_modules(), no_parallel_calls(), missing_hooks_told(model):
             own_written_weights(model, twin, lambda trial: loss_fn(trial, private_batch(batch)), device)
     except Exception as error:
         if not is_out_of_memory(error):  # whether the steps fit is found later

@@ -331,6 +331,7 @@ def recomputed_in_replay(block: BlockProfile, alone: StageCost) -> StageCost:
         alone,
         saved_bytes=max(0, alone.saved_bytes - block.guard_bytes),
         backward_peak_bytes=max(0, alone.backward_peak_bytes - block.guard_bytes),
+        inputs_let_go=(),
     )
 
 

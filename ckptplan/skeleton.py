@@ -17,7 +17,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode  # pinned by tests/test_memory.py
 
 from ckptplan.errors import BlockDeclarationError, CkptplanError, UnsupportedBoundaryError
-from ckptplan.stages import Bases, GradientLayout, Mark, allocate_gradients, base_of, copy_of, is_weight_copy, layout_of
+from ckptplan.stages import (
+    Bases,
+    GradientLayout,
+    Letting,
+    Mark,
+    allocate_gradients,
+    base_of,
+    copy_of,
+    is_weight_copy,
+    layout_of,
+)
 from ckptplan.subject import Subject
 from ckptplan.trace import BlockCall, boundary_of, exchanged_forwards, forget_graphs
 from ckptplan.trees import distinct_storages, given_storages, map_tensors, storage_key, tensors_in
@@ -241,6 +251,16 @@ class _Exit(torch.autograd.Function):
         return (None, None, None, torch.empty(0, dtype=dtype, device=device), None, *(None for _ in gradients))
 
 
+def entered_call(node: Any) -> int | None:
+    """The call whose inputs' gradients a node of the graph stands for; None: it is another node."""
+    return node.number if type(node) is _Entry._backward_cls else None  # type: ignore[attr-defined]  # torch's own
+
+
+def left_call(node: Any) -> int | None:
+    """The call to whose output gradients come at a node; None: it is another node."""
+    return node.number if type(node) is _Exit._backward_cls else None  # type: ignore[attr-defined]  # torch's own
+
+
 # Who holds what ------------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +299,22 @@ class Anatomy:
     is_empty: list[bool] = field(default_factory=list)
     taken: list[list[Holding | None]] = field(default_factory=list)
     given: list[list[Holding | None]] = field(default_factory=list)
+
+    def watched_by(self, letting: Letting) -> Callable[[int, list[torch.Tensor], Any], None]:
+        """To be called in the stand-ins of another step: what blocks take and give there is watched.
+
+        What no block takes, no block holds: the regions of that step itself say when it goes.
+        """
+        seen: set[int] = set()
+
+        def called(number: int, boundary: list[torch.Tensor], output: Any) -> None:
+            for holdings, tensors in ((self.taken[number], boundary), (self.given[number], tensors_in(output))):
+                for holding, tensor in zip(holdings, distinct_storages(tensors), strict=True):
+                    if holding is not None and id(holding) not in seen:
+                        seen.add(id(holding))
+                        letting.watch(tensor.untyped_storage(), holding)
+
+        return called
 
 
 def find_anatomy(skeleton: Skeleton) -> Anatomy:

@@ -220,6 +220,7 @@ def stage_bytes(forward: StageForward, meter: MemoryMeter) -> StageCost:
         run.output = None
         keeps_input = tuple(ref() is not None for ref in in_alive)
         keeps_output = tuple(ref() is not None for ref in out_alive)
+        letting = _watch_kept(in_alive, meter)
         meter.mark("saved")
         _backward(root)
         meter.mark("done")
@@ -228,13 +229,27 @@ def stage_bytes(forward: StageForward, meter: MemoryMeter) -> StageCost:
         size for size, kept, own in zip(out_sizes, keeps_output, is_own, strict=True) if kept and own
     )
     start = meter.level("start")
+    base_bytes = start + kept_input_bytes
+    backward_peak_bytes = max(0, meter.peak("saved", "done") - base_bytes)
+    gone = [(mark, index, in_sizes[index]) for mark, index in letting.gone]
     return StageCost(
         saved_bytes=max(0, meter.level("saved") - start - kept_input_bytes - kept_output_bytes),
         forward_peak_bytes=meter.peak("ready", "forward") - meter.level("ready"),
-        backward_peak_bytes=max(0, meter.peak("saved", "done") - start - kept_input_bytes),
+        backward_peak_bytes=backward_peak_bytes,
         keeps_input=keeps_input,
         keeps_output=keeps_output,
+        inputs_let_go=inputs_let_go(meter, gone, "done", base_bytes, backward_peak_bytes),
     )
+
+
+def _watch_kept(inputs: Sequence[weakref.ref[torch.UntypedStorage]], meter: MemoryMeter) -> Letting:
+    """The inputs that are still there, watched; in a function of its own, as a name for one would keep it there."""
+    letting = Letting(meter.mark)
+    for index, ref in enumerate(inputs):
+        storage = ref()
+        if storage is not None:
+            letting.watch(storage, index)
+    return letting
 
 
 @dataclass(frozen=True)
@@ -283,53 +298,46 @@ def is_weight_copy(func: Any, args: Any, output: Any) -> bool:
     return bool(output.element_size() < args[0].element_size())
 
 
-def inputs_let_go(forward: StageForward, meter: MemoryMeter) -> tuple[InputsLetGo, ...]:
-    """``StageCost.inputs_let_go`` by one forward and one backward: the meter is marked as each input goes."""
-    gone: list[int] = []
+class Letting:
+    """Marks a meter each time that a storage goes.
 
-    def watched(index: int, ref: weakref.ref[torch.UntypedStorage]) -> weakref.ref[torch.UntypedStorage]:
+    A mark may be made while the memory is being freed, before that or behind it, so that only what rises afterwards
+    is read.
+    """
+
+    def __init__(self, mark: Mark) -> None:
+        self.mark = mark
+        self.gone: list[tuple[str, Any]] = []  # the mark, and what stands for the storage
+        self._refs: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def watch(self, storage: torch.UntypedStorage, stands_for: Any) -> None:
         def note(_: weakref.ref[torch.UntypedStorage]) -> None:
-            meter.mark(_letting_go(len(gone)))
-            gone.append(index)
+            name = f"let go {len(self.gone)}"
+            self.mark(name)
+            self.gone.append((name, stands_for))
 
-        storage = ref()  # only here: a name in the function outside would hold it all through the backward
-        assert storage is not None
-        return weakref.ref(storage, note)
-
-    with meter:
-        run = forward(meter.mark)
-        sizes, storages = _watch(run.inputs, run.standing)
-        root = _root(run)
-        run.inputs.clear()
-        run.output = None
-        meter.mark("saved")
-        kept = [i for i, ref in enumerate(storages) if ref() is not None]
-        watches = [watched(i, storages[i]) for i in kept]
-        _backward(root)
-        meter.mark("done")
-        del watches
-    return _lettings(meter, gone, sizes, sum(sizes[i] for i in kept))
+        self._refs.append(weakref.ref(storage, note))
 
 
-def _letting_go(number: int) -> str:
-    return f"let go {number}"
-
-
-def _lettings(
-    meter: MemoryMeter, gone: Sequence[int], sizes: Sequence[int], kept_bytes: int
+def inputs_let_go(
+    meter: MemoryMeter, gone: Sequence[tuple[str, int, int]], end: str, base_bytes: int, backward_peak_bytes: int
 ) -> tuple[InputsLetGo, ...]:
-    """What rises behind each mark as if nothing had been freed; where nothing rises, it goes with the next one."""
+    """``StageCost.inputs_let_go`` from the marks of a backward; those that can never raise its peak are left out.
+
+    Args:
+        gone: per input in the order in which they went: the mark, which input, its bytes.
+        end: the mark behind the backward.
+        base_bytes: what ``backward_peak_bytes`` is counted from.
+    """
     found: list[InputsLetGo] = []
     waiting: list[int] = []
     freed_bytes = 0
-    for number, index in enumerate(gone):
+    for number, (mark, index, size_bytes) in enumerate(gone, start=1):
         waiting.append(index)
-        freed_bytes += sizes[index]
-        following = _letting_go(number + 1) if number + 1 < len(gone) else "done"
-        risen_bytes = meter.rise(_letting_go(number), following)
-        if risen_bytes is not None:
-            peak_bytes = max(0, risen_bytes - meter.level("start") - kept_bytes + freed_bytes)
-            found.append(InputsLetGo(tuple(waiting), peak_bytes))
+        freed_bytes += size_bytes
+        risen_bytes = meter.rise(mark, gone[number][0] if number < len(gone) else end)
+        if risen_bytes is not None and risen_bytes - base_bytes + freed_bytes > backward_peak_bytes:
+            found.append(InputsLetGo(tuple(waiting), risen_bytes - base_bytes + freed_bytes))
             waiting = []
     return tuple(found)
 

@@ -14,7 +14,7 @@ from torch import nn
 from ckptplan.blocks import CheckpointableBlock, call_block, hooks_between, model_fingerprint
 from ckptplan.errors import BlockDeclarationError
 from ckptplan.trees import map_tensors, tensors_anywhere
-from ckptplan.twin import CANNOT_COPY, make_twin
+from ckptplan.twin import CANNOT_COPY, make_twin, missing_hooks_told
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -139,6 +139,11 @@ class Subject:
         else:
             keep_fresh_gradients(twin)
         own_batch = private_batch(batch)
+
+        def run_step() -> Any:
+            with missing_hooks_told(model):
+                return step(twin, own_batch)
+
         return Subject(
             twin=twin,
             callers_parameters=dict(model.named_parameters()),
@@ -146,7 +151,7 @@ class Subject:
             names=[b.block_id for b in blocks],
             modules=list(modules),
             callers_modules=[b.module for b in blocks],
-            run_step=lambda: step(twin, own_batch),
+            run_step=run_step,
             outside=tensors_anywhere(own_batch),
             device=device,
             has_loss=has_loss,

@@ -2,8 +2,9 @@
 
 The twin shares the memory of the parameters, and has its own parameter objects (so the caller's
 ``.grad``, gradient hooks and optimizer-in-backward hooks see nothing), its own buffers, its own copies of
-plain Python attributes, and no module hooks but those with which torch computes weights. Functions that hold
-modules of the model (a wrapped forward) get those of the twin. Weights that ``nn.Embedding(max_norm=...)`` changes
+plain Python attributes, and no module hooks but the model's own: those with which torch computes weights and
+those with which transformers collects hidden states. Functions that hold modules of the model (a wrapped
+forward) get those of the twin. Weights that ``nn.Embedding(max_norm=...)`` changes
 when it runs are the twin's own.
 """
 
@@ -12,19 +13,23 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckptplan.errors import BlockDeclarationError, CkptplanError
 from ckptplan.randomness import random_state_restored
 from ckptplan.trees import is_filled, storage_key, tensors_in
 
 T = TypeVar("T")
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# transformers puts them on modules in the first forward that is asked for hidden states, attentions or router logits
+_COLLECTING_HOOKS = "transformers.utils.output_capturing"
 CANNOT_COPY = (TypeError, RuntimeError, NotImplementedError, ValueError, AttributeError)
 # weight_norm and spectral_norm (the older forms) and pruning compute the weight in a forward pre-hook.
 _WEIGHT_HOOK_MODULES = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm", "torch.nn.utils.prune")
@@ -129,8 +134,39 @@ def _drop_user_hooks(module: nn.Module) -> None:
     for name in _HOOKS:
         hooks: dict[int, Any] = getattr(module, name, {})
         for key in list(hooks):
-            if type(hooks[key]).__module__ not in _WEIGHT_HOOK_MODULES:
+            if _is_users(hooks[key]):
                 del hooks[key]
+
+
+def _is_users(hook: Any) -> bool:
+    is_of_weights = type(hook).__module__ in _WEIGHT_HOOK_MODULES
+    return not is_of_weights and getattr(hook, "__module__", None) != _COLLECTING_HOOKS
+
+
+@contextmanager
+def missing_hooks_told(model: nn.Module) -> Iterator[None]:
+    """Around a step of a twin of ``model``: where it fails and the model has hooks that twins have not, that is told.
+
+    Raises ``BlockDeclarationError`` then; an error of a model without such hooks is left as it is.
+    """
+    try:
+        yield
+    except (CkptplanError, torch.cuda.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        hooked = [path or "the model itself" for path, part in model.named_modules() if _has_user_hooks(part)]
+        if not hooked:
+            raise
+        more = f" and {len(hooked) - 3} more" if len(hooked) > 3 else ""
+        raise BlockDeclarationError(
+            f"the step fails on the copy of the model that is measured ({type(error).__name__}: {error}). The copy has "
+            f"no hooks of yours (they are on {', '.join(hooked[:3])}{more}). If the loss needs what a hook collects, "
+            "let the model return it; if the error has nothing to do with them, remove the hooks to see it alone"
+        ) from error
+
+
+def _has_user_hooks(module: nn.Module) -> bool:
+    return any(_is_users(hook) for name in _HOOKS for hook in getattr(module, name, {}).values())
 
 
 class WriteGuard(TorchDispatchMode):

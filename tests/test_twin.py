@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from ckptplan.errors import BlockDeclarationError
 from ckptplan.measure import profile_model
 from ckptplan.plan import CheckpointPlan
 from ckptplan.proof import prove_model
@@ -84,6 +85,38 @@ def test_no_hook_of_the_users_fires() -> None:
     assert fired == []
     model(torch.ones(1, 4, requires_grad=True)).sum().backward()
     assert sorted(fired) == ["accumulated", "backward", "forward", "gradient", "pre", "pre kw"]
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("blocks", [None, "layers.*"])
+def test_a_loss_that_needs_what_a_users_hook_collects_is_refused_by_name(blocks: str | None) -> None:
+    model, collected = Wide(), {}
+    model.layers[1].register_forward_hook(lambda module, args, output: collected.update(hidden=output))
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean() + collected["hidden"].mean()
+
+    said = r"\(KeyError: 'hidden'\).*no hooks of yours \(they are on layers.1\)"
+    with pytest.raises(BlockDeclarationError, match=said):
+        profile_model(model, blocks, torch.ones(2, 8), loss_fn, num_warmup=0, num_trials=1)
+
+
+def test_an_error_of_a_model_without_hooks_stays_its_own() -> None:
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        profile_model(Wide(), None, torch.ones(2, 8), loss_fn, num_warmup=0, num_trials=1)
 
 
 @pytest.mark.parametrize("norm", ["old spectral", "spectral", "old weight", "weight"])

@@ -162,15 +162,8 @@ def _block(profile: ChainProfile, order: int, block: BlockProfile, around: _Arou
 
 
 def _beside(region: RegionProfile, forward_bytes: int, backward_bytes: int) -> RegionProfile:
-    cost = region.cost
-    return replace(
-        region,
-        cost=replace(
-            cost,
-            forward_peak_bytes=cost.forward_peak_bytes + forward_bytes,
-            backward_peak_bytes=cost.backward_peak_bytes + backward_bytes,
-        ),
-    )
+    cost = replace(region.cost, forward_peak_bytes=region.cost.forward_peak_bytes + forward_bytes)
+    return replace(region, cost=cost.with_backward_peaks(lambda peak_bytes: peak_bytes + backward_bytes))
 
 
 def _pre(region: RegionProfile | None, sharding: Sharding, units: Sequence[UnitBytes]) -> RegionProfile | None:

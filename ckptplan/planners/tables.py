@@ -155,6 +155,7 @@ class FlatTables:
         self.touch_held: Bools = columns[:, 2:].T.astype(bool)
         self.size: Ints = np.array(self.storage_bytes, np.int64)
         self.made_at, self.last_use = made_at, last_use
+        self.letting = [i for i, s in enumerate(self.stages) if any(cost and cost.inputs_let_go for cost in s.costs)]
 
     # judging a choice
 
@@ -187,10 +188,19 @@ class FlatTables:
         saved = self.saved[options, stage]
         forward[1 : n + 1] += saved
         backward[1 : n + 1] += saved
-        return (
-            np.cumsum(forward)[:n] + self.forward_peak[options, stage],
-            np.cumsum(backward)[:n] + self.backward_peak[options, stage],
-        )
+        backward_peak = self.backward_peak[options, stage]
+        for index in self.letting:
+            backward_peak[index] += self._more_beside(index, int(options[index]), first)
+        return np.cumsum(forward)[:n] + self.forward_peak[options, stage], np.cumsum(backward)[:n] + backward_peak
+
+    def _more_beside(self, index: int, option: int, first_keepers: Ints) -> int:
+        """By how much a stage's backward peaks higher because stages before it hold inputs that it lets go of."""
+        stage = self.stages[index]
+        cost = stage.costs[option]
+        if cost is None:  # recomputed it is counted as kept, and never chosen
+            return 0
+        alone = [int(self.size[s]) if first_keepers[s] >= index else 0 for s in stage.inputs]
+        return cost.backward_peak_beside(alone) - cost.backward_peak_bytes
 
     def peak(self, choice: Bools) -> int:
         """Most bytes alive in the whole step."""
@@ -218,7 +228,18 @@ class FlatTables:
         per_stage[:stage] += (self.saved[1 - options, everywhere] - self.saved[options, everywhere])[:stage]
         own = self.backward_peak if backward else self.forward_peak
         per_stage[stage] += own[1 - options[stage], stage] - own[options[stage], stage]
+        if backward and stage in self.letting:
+            self._add_letting_changes(per_stage, options, stage, first)
         return per_stage[self.first_stage : self.first_stage + self.num_blocks]
+
+    def _add_letting_changes(self, per_stage: Ints, options: Ints, stage: int, first: Ints) -> None:
+        """Of the stages that may hold an input of this one, and of itself: each changed over alone."""
+        now = self._more_beside(stage, int(options[stage]), first)
+        touching = np.isin(self.touch_storage, self.stages[stage].inputs) & (self.touch_stage <= stage)
+        for index in {stage, *self.touch_stage[touching].tolist()}:
+            changed = options.copy()
+            changed[index] = 1 - options[index]
+            per_stage[index] += self._more_beside(stage, int(changed[stage]), self.first_keepers(changed)[0]) - now
 
     def _counts(self, storage: Ints, first_keeper: Ints, stage: int, backward: bool) -> Bools:
         """Does the storage count at this stage when it is first held by ``first_keeper``?"""
@@ -252,11 +273,12 @@ class FlatTables:
             unheld_bytes = self._bytes_of(at_hand - state)
             newly_bytes = self._bytes_of((held & at_hand) - state)
             own_bytes = self._bytes_of((held & handed_on) - at_hand)
+            alone = [0 if storage in state else self.storage_bytes[storage] for storage in stage.inputs]
             following = frozenset(s for s in handed_on if (s in held or s in state) and self.storage_bytes[s])
             ways.append(
                 Transition(
                     option=option,
-                    need=max(unheld_bytes + cost.forward_peak_bytes, newly_bytes + cost.backward_peak_bytes),
+                    need=max(unheld_bytes + cost.forward_peak_bytes, newly_bytes + cost.backward_peak_beside(alone)),
                     retained=newly_bytes + own_bytes + cost.saved_bytes,
                     next_state=numbers.setdefault(following, len(numbers)),
                     work=stage.work if option == RECOMPUTE else 0.0,

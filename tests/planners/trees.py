@@ -165,6 +165,7 @@ def _alone(block: BlockProfile, replayed: bool) -> StageCost:
         cost,
         saved_bytes=max(0, cost.saved_bytes - less),
         backward_peak_bytes=max(0, cost.backward_peak_bytes - less),
+        inputs_let_go=() if replayed else cost.inputs_let_go,
     )
 
 
@@ -256,9 +257,16 @@ def uneven(chain: ChainProfile, seed: int) -> ChainProfile:
         if seed % 3 == 0 and block is not chain[-1]:
             gradient = rng.choice([None, 0, gradient])
         forward_ms = rng.randint(16, 160) / 32
-        changed = replace(block, recompute=again, output_gradient_bytes=gradient, forward_time_ms=forward_ms)
+        keep = block.keep
+        assert keep is not None
+        if seed % 5 > 2:
+            keep, again = (replace(cost, inputs_let_go=_lettings(cost, rng)) for cost in (keep, again))
+        changed = replace(block, keep=keep, recompute=again, output_gradient_bytes=gradient, forward_time_ms=forward_ms)
         blocks.append(guarded(changed, rng) if seed % 4 > 1 else changed)
-    return replace(chain, blocks=tuple(blocks), loss_bytes=rng.choice([0, 8, 2**19]))
+    post = chain.post
+    if post is not None and seed % 5 > 2:
+        post = replace(post, cost=replace(post.cost, inputs_let_go=_lettings(post.cost, rng)))
+    return replace(chain, blocks=tuple(blocks), post=post, loss_bytes=rng.choice([0, 8, 2**19]))
 
 
 def guarded(block: BlockProfile, rng: random.Random) -> BlockProfile:

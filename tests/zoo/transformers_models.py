@@ -19,6 +19,12 @@ def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).loss
 
 
+def hidden_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """As in distillation: every hidden state counts; transformers collects them by hooks that it puts on the layers."""
+    output = model(**batch, output_hidden_states=True)
+    return output.loss + torch.stack([state.square().mean() for state in output.hidden_states]).sum()
+
+
 def tokens(padded: bool = False) -> dict[str, Tensor]:
     inputs = torch.randint(1, VOCABULARY, (4, LENGTH))
     batch = {"input_ids": inputs, "labels": inputs}
@@ -31,6 +37,10 @@ def tokens(padded: bool = False) -> dict[str, Tensor]:
 
 def images() -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.randint(5, (4,))}
+
+
+def segmented() -> dict[str, Tensor]:
+    return images() | {"labels": torch.randint(5, (4, 16, 16))}
 
 
 def of(class_name: str, batch: Any, **config: Any) -> Make:
@@ -51,6 +61,9 @@ T5 |= {"use_cache": False, "decoder_start_token_id": 0}
 DEBERTA = BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
 SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [1, 2], "window_size": 4}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic", "num_labels": 5}
+SEGFORMER = {"num_encoder_blocks": 2, "depths": [2, 2], "sr_ratios": [2, 1], "hidden_sizes": [16, 32]}
+SEGFORMER |= {"patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]}
+SEGFORMER |= {"decoder_hidden_size": 16, "num_labels": 5}
 MIXTRAL = LLAMA | {"intermediate_size": 32, "num_local_experts": 3, "num_experts_per_tok": 2}
 
 TRANSFORMERS = [
@@ -64,6 +77,14 @@ TRANSFORMERS = [
         own_loss,
         None,
         refused="leaves tensors with their graph in its argument",
+    ),
+    Entry(
+        "transformers Llama, hidden states in the loss",
+        "hooks on the blocks collect what the loss needs",
+        of("LlamaForCausalLM", tokens, **LLAMA),
+        hidden_loss,
+        None,
+        is_slow=True,
     ),
     Entry(
         "transformers GPT-2",
@@ -86,6 +107,18 @@ TRANSFORMERS = [
         "transformers Swin",
         "blocks inside stages, paths dropped at random",
         of("SwinForImageClassification", images, **(SWIN | {"num_labels": 5, "drop_path_rate": 0.3})),
+        own_loss,
+        None,
+        is_slow=True,
+    ),
+    Entry(
+        "transformers SegFormer",
+        "blocks inside stages, of which hooks collect what the head needs",
+        of(
+            "SegformerForSemanticSegmentation",
+            lambda: images() | {"labels": torch.randint(5, (4, 16, 16))},
+            **SEGFORMER,
+        ),
         own_loss,
         None,
         is_slow=True,
