@@ -13,6 +13,7 @@ import importlib.util
 import io
 import logging
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,14 +119,16 @@ def _solve(stats: _Stats, budget_bytes: int) -> _Plan | None:
     from torch.distributed._tools.sac_ilp import get_optimal_checkpointing_policy_per_module, sac_milp
 
     logging.getLogger("torch.distributed._tools.sac_ilp").setLevel(logging.CRITICAL)
-    dropped, _, peak_bytes = sac_milp(stats.graph, budget_bytes / 2**30, ac_units=stats.units)
-    if peak_bytes < 0:
-        return None
-    saved = {}
-    for name, share in dropped.items():
-        policy = get_optimal_checkpointing_policy_per_module(stats.per_module[name], max(0.0, 1 - share))
-        if policy:
-            saved[stats.units.index(name)] = policy
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch calls what later versions of pulp take back
+        dropped, _, peak_bytes = sac_milp(stats.graph, budget_bytes / 2**30, ac_units=stats.units)
+        if peak_bytes < 0:
+            return None
+        saved = {}
+        for name, share in dropped.items():
+            policy = get_optimal_checkpointing_policy_per_module(stats.per_module[name], max(0.0, 1 - share))
+            if policy:
+                saved[stats.units.index(name)] = policy
     return _Plan(saved, peak_bytes)
 
 
