@@ -15,7 +15,7 @@ from ckptplan.blocks import CHANGED_SETTINGS
 from ckptplan.choices import Choices, KeptParts, Measuring, find_choices, same_choices, time_choices
 from ckptplan.errors import NoDifferentiableOutputError
 from ckptplan.kinds import Kind, activation_bytes, block_forward, time_again
-from ckptplan.profiles import BlockProfile, SelectiveOption, StageCost
+from ckptplan.profiles import NOT_REPLAYED, BlockProfile, SelectiveOption, StageCost
 from ckptplan.signatures import value_signature
 from ckptplan.stages import StageForward, time_stage
 from ckptplan.subject import Subject, Trials
@@ -100,7 +100,7 @@ def with_choices(block: BlockProfile, choices: Choices | None, clock: Clock) -> 
     """
     if choices is None:
         return block
-    refused = () if choices.refused is None else (f"not replayed: {choices.refused}",)
+    refused = () if choices.refused is None else (f"{NOT_REPLAYED}{choices.refused}",)
     options = choices.options()
     by_checkpoint_ms = block.recompute_time_ms
     for position, (option, choice) in enumerate(zip(options, choices.found, strict=True)):

@@ -17,7 +17,7 @@ from ckptplan.plan import (
     blocks_of,
     nodes_text,
 )
-from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, as_chain
+from ckptplan.profiles import NOT_REPLAYED, BlockProfile, ChainProfile, CostKind, MemoryModel, as_chain
 from ckptplan.simulate import plan_recompute_cost, simulate_plan
 from ckptplan.units import format_bytes, format_ms
 
@@ -128,7 +128,14 @@ def _explained(
         elif isinstance(node, Selective):
             how = f"kept in part as {nodes_text((node,))}: kept whole"
         reason = _why_recomputed(judge, how, simulated.peak_bytes, change, saved_cost, fits)
+    reason += _why_not_replayed(profile)
     return BlockExplanation(profile.block_id, nodes_text((node,)), runs, simulated.peak_bytes, other_cost, fits, reason)
+
+
+def _why_not_replayed(profile: BlockProfile) -> str:
+    """A block that replay's gate refuses can be kept or recomputed whole, and nothing between."""
+    told = [warning for warning in profile.warnings if warning.startswith(NOT_REPLAYED)]
+    return f"; no part of it can be kept: {told[0].removeprefix(NOT_REPLAYED)}" if told else ""
 
 
 def _why_kept(judge: _Judge, change: int, added: float, peak_at: str) -> str:

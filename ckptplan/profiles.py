@@ -28,6 +28,7 @@ CostKind = Literal["time", "flops"]
 PROFILE_SCHEMA = "ckptplan.profile/4"
 _D = TypeVar("_D")
 INPUTS_KEY = "model_inputs"  # of environments: the shapes of the tensors that the model was called with
+NOT_REPLAYED = "not replayed: "  # begins the warning of a block that cannot be kept in part, and says why
 
 
 @dataclass(frozen=True)

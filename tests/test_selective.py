@@ -19,6 +19,7 @@ from ckptplan.apply import apply_plan, checkpointed
 from ckptplan.blocks import CheckpointableBlock, select_blocks
 from ckptplan.check import check_plan
 from ckptplan.errors import PlanIncompatibleError
+from ckptplan.explanation import explain
 from ckptplan.graph import Output
 from ckptplan.measure import Trials, profile_blocks, profile_model
 from ckptplan.models import GPT
@@ -422,6 +423,9 @@ def test_a_block_that_fails_the_gate_has_no_options_and_says_why() -> None:
         CheckpointPlan.from_text("S0[] K1", profile)
     plan = CheckpointPlan.from_text("R(0) S1[]", profile)
     assert torch.equal(apply_plan(blocks, plan, (x,))(x), modules[1](modules[0](x)))
+    told = [block.reason for block in explain(profile, plan).blocks]
+    assert "no part of it can be kept: the result of zeros#0" in told[0]
+    assert "no part of it" not in told[1]
 
 
 class AddsThroughNumpy(WritesThroughNumpy):
