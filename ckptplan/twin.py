@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -145,9 +146,10 @@ def _is_users(hook: Any) -> bool:
 
 @contextmanager
 def missing_hooks_told(model: nn.Module) -> Iterator[None]:
-    """Around a step of a twin of ``model``: where it fails and the model has hooks that twins have not, that is told.
+    """Around a step of a twin of ``model``: where the loss fails and the model has hooks that twins have not.
 
-    Raises ``BlockDeclarationError`` then; an error of a model without such hooks is left as it is.
+    Raises ``BlockDeclarationError`` then. What is raised inside a module, and any error of a model without such hooks,
+    is left as it is.
     """
     try:
         yield
@@ -155,14 +157,19 @@ def missing_hooks_told(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         hooked = [path or "the model itself" for path, part in model.named_modules() if _has_user_hooks(part)]
-        if not hooked:
+        if not hooked or _is_raised_in_a_module(error):
             raise
         more = f" and {len(hooked) - 3} more" if len(hooked) > 3 else ""
         raise BlockDeclarationError(
-            f"the step fails on the copy of the model that is measured ({type(error).__name__}: {error}). The copy has "
+            f"the loss fails on the copy of the model that is measured ({type(error).__name__}: {error}). The copy has "
             f"no hooks of yours (they are on {', '.join(hooked[:3])}{more}). If the loss needs what a hook collects, "
             "let the model return it; if the error has nothing to do with them, remove the hooks to see it alone"
         ) from error
+
+
+def _is_raised_in_a_module(error: Exception) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(frame.f_code.co_name == "_call_impl" for frame in frames)  # of nn.Module
 
 
 def _has_user_hooks(module: nn.Module) -> bool:
