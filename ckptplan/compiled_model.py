@@ -8,7 +8,6 @@ convolution may hand its output on in another layout, which costs or saves its n
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -138,12 +137,16 @@ def _all_called_as(compiled: Sequence[CompiledBlock]) -> Iterator[None]:
 
 
 def _step_times_ms(forwards: Sequence[StageForward], subject: Subject, how: Compiling, trials: Trials) -> list[float]:
-    """The median of each, all in turn, so that a slow moment of the machine hits all of them."""
+    """The least of each, all in turn, so that a slow moment of the machine hits all of them.
+
+    Noise only adds. Of two graphs of a U-Net 3 % apart, medians of five steps took the slower one for the faster in 16 of
+    100 cases, the least of five in none; twice as many steps as blocks have trials make that sure at little cost.
+    """
     found: list[list[float]] = [[] for _ in forwards]
-    for trial in range(-max(1, trials.num_warmup), trials.num_trials):
+    for trial in range(-max(1, trials.num_warmup), 2 * trials.num_trials):
         for times, forward in zip(found, forwards, strict=True):
             how.check_stop()
             step_ms = sum(time_stage(forward, subject.synchronize))
             if trial >= 0:
                 times.append(step_ms)
-    return [statistics.median(times) for times in found]
+    return [min(times) for times in found]

@@ -154,7 +154,7 @@ class CompiledModelOption:
     Attributes:
         budget: as of ``CompiledOption``.
         cost: of the whole step, loss included; nothing comes in and nothing goes out.
-        step_time_ms: of forward, loss and backward; None where no times were taken.
+        step_time_ms: of forward, loss and backward, the least of twice the trials; None where no times were taken.
     """
 
     budget: float
@@ -173,7 +173,7 @@ class CompiledStep:
 
     Attributes:
         budget: as of ``CompiledOption``.
-        step_time_ms: of forward, loss and backward.
+        step_time_ms: of forward, loss and backward, the least of twice the trials.
     """
 
     budget: float
