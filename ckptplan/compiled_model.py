@@ -139,8 +139,8 @@ def _all_called_as(compiled: Sequence[CompiledBlock]) -> Iterator[None]:
 def _step_times_ms(forwards: Sequence[StageForward], subject: Subject, how: Compiling, trials: Trials) -> list[float]:
     """The least of each, all in turn, so that a slow moment of the machine hits all of them.
 
-    Noise only adds. Of two graphs of a U-Net 3 % apart, medians of five steps took the slower one for the faster in 16 of
-    100 cases, the least of five in none; twice as many steps as blocks have trials make that sure at little cost.
+    Noise only adds. Of two graphs of a U-Net 3 % apart, medians of five steps took the slower one for the faster in 16
+    of 100 cases, the least of five in none; twice as many steps as blocks have trials make that sure at little cost.
     """
     found: list[list[float]] = [[] for _ in forwards]
     for trial in range(-max(1, trials.num_warmup), 2 * trials.num_trials):
