@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ckptplan.blocks import CheckpointableBlock, declare_blocks
     from ckptplan.certificate import Certificate, certify
     from ckptplan.check import check_plan
+    from ckptplan.costs import CompiledOption, SelectiveOption, StageCost
     from ckptplan.curve import CurvePoint, PlanCurve, plan_curve
     from ckptplan.devices import Calibration
     from ckptplan.dry_run import VerifiedPeak, verify_plan
@@ -39,17 +40,10 @@ if TYPE_CHECKING:
     from ckptplan.estimate import EstimatedRange, estimate_profile, estimated_range
     from ckptplan.explanation import BlockExplanation, PlanExplanation, explain
     from ckptplan.measure import profile_blocks, profile_model
-    from ckptplan.plan import (
-        CheckpointDecision,
-        CheckpointPlan,
-        Compiled,
-        CompiledModel,
-        Keep,
-        Recompute,
-        Selective,
-    )
+    from ckptplan.nodes import Compiled, CompiledModel, Keep, Recompute, Selective
+    from ckptplan.plan import CheckpointDecision, CheckpointPlan
     from ckptplan.planners import plan_checkpoints
-    from ckptplan.profiles import BlockProfile, ChainProfile, CompiledOption, RegionProfile, SelectiveOption, StageCost
+    from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
     from ckptplan.simulate import PlanCost, simulate_plan
     from ckptplan.validate import validate_plan
 
@@ -64,18 +58,18 @@ _MODULE_OF_NAME = {
     "estimated_range": "estimate",
     "EstimatedRange": "estimate",
     "Calibration": "devices",
-    "StageCost": "profiles",
-    "SelectiveOption": "profiles",
-    "CompiledOption": "profiles",
+    "StageCost": "costs",
+    "SelectiveOption": "costs",
+    "CompiledOption": "costs",
     "BlockProfile": "profiles",
     "RegionProfile": "profiles",
     "ChainProfile": "profiles",
     "plan_checkpoints": "planners",
-    "Keep": "plan",
-    "Recompute": "plan",
-    "Selective": "plan",
-    "Compiled": "plan",
-    "CompiledModel": "plan",
+    "Keep": "nodes",
+    "Recompute": "nodes",
+    "Selective": "nodes",
+    "Compiled": "nodes",
+    "CompiledModel": "nodes",
     "CheckpointDecision": "plan",
     "CheckpointPlan": "plan",
     "simulate_plan": "simulate",

@@ -22,7 +22,8 @@ from ckptplan.compiling import CompiledBlock, called_as
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.graph import Output
 from ckptplan.larger_inputs import LargestInputs
-from ckptplan.plan import CheckpointPlan, Compiled, CompiledModel, Keep, PlanNode, Recompute, Selective, blocks_of
+from ckptplan.nodes import Compiled, CompiledModel, Keep, PlanNode, Recompute, Selective, blocks_of
+from ckptplan.plan import CheckpointPlan
 from ckptplan.profiles import modules_of
 from ckptplan.recompute import Guards, buffer_slots, run_block, run_segment
 from ckptplan.replay import run_replayed

@@ -13,9 +13,10 @@ from torch import nn
 
 from ckptplan.blocks import CHANGED_SETTINGS
 from ckptplan.choices import Choices, KeptParts, Measuring, find_choices, same_choices, time_choices
+from ckptplan.costs import SelectiveOption, StageCost
 from ckptplan.errors import NoDifferentiableOutputError
 from ckptplan.kinds import Kind, activation_bytes, block_forward, time_again
-from ckptplan.profiles import NOT_REPLAYED, BlockProfile, SelectiveOption, StageCost
+from ckptplan.profiles import NOT_REPLAYED, BlockProfile
 from ckptplan.signatures import value_signature
 from ckptplan.stages import StageForward, time_stage
 from ckptplan.subject import Subject, Trials

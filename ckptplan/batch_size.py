@@ -23,8 +23,8 @@ from ckptplan.planners import PLANNERS_WITH_OPTIONS, no_checkpoint_peak, plan_ch
 from ckptplan.planners.budgets import budget_for, step_cost
 from ckptplan.profiles import ChainProfile
 from ckptplan.proof import pair_of_model, peak_of_planned_step
+from ckptplan.recompute_cost import plan_recompute_cost
 from ckptplan.scaling import AffineProfile, largest
-from ckptplan.simulate import plan_recompute_cost
 from ckptplan.subject import LossFn, default_device
 from ckptplan.trees import distinct_storages, map_tensors, tensors_in
 from ckptplan.units import format_bytes, format_ms, format_percent

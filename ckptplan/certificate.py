@@ -16,16 +16,10 @@ from ckptplan.plan import CheckpointPlan
 from ckptplan.planners.milp import ilp
 from ckptplan.planners.nested import cheapest_flat, optimal
 from ckptplan.planners.tables import PlannerResult
-from ckptplan.profiles import (
-    BlockProfile,
-    ChainProfile,
-    CostKind,
-    MemoryModel,
-    as_chain,
-    canonical_json,
-    write_text_whole,
-)
-from ckptplan.simulate import plan_recompute_cost, simulate_plan
+from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, as_chain
+from ckptplan.recompute_cost import plan_recompute_cost
+from ckptplan.simulate import simulate_plan
+from ckptplan.strict_json import canonical_json, write_text_whole
 from ckptplan.units import format_bytes, format_ms
 
 CERTIFICATE_SCHEMA = "ckptplan.certificate/1"

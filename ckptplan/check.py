@@ -12,9 +12,9 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from ckptplan.costs import StageCost
 from ckptplan.errors import PlanIncompatibleError
-from ckptplan.plan import (
-    CheckpointPlan,
+from ckptplan.nodes import (
     Compiled,
     CompiledModel,
     Keep,
@@ -26,7 +26,8 @@ from ckptplan.plan import (
     recomputed_blocks,
     tree_faults,
 )
-from ckptplan.profiles import BlockProfile, ChainProfile, StageCost, as_chain, recompute_costs, require_memory
+from ckptplan.plan import CheckpointPlan
+from ckptplan.profiles import BlockProfile, ChainProfile, as_chain, recompute_costs, require_memory
 from ckptplan.selective import find_compiled, find_compiled_model, find_option
 from ckptplan.units import format_bytes, require_amount
 

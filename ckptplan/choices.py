@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from ckptplan.clock import now_s
+from ckptplan.costs import SelectiveOption, StageCost
 from ckptplan.graph import BlockOperators, Output
 from ckptplan.kinds import Kind, block_forward, settled_bytes, with_loss
 from ckptplan.operators import RunBlock, trace_operators, why_not_replayed
 from ckptplan.options import KeepSet, propose_keep_sets
-from ckptplan.profiles import SelectiveOption, StageCost
 from ckptplan.randomness import random_state_restored
 from ckptplan.replay import Recorder, run_recorded, run_replayed
 from ckptplan.selective import outputs_named

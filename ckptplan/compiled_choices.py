@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from ckptplan.compiling import CompiledBlock, called_as
+from ckptplan.costs import CompiledOption, StageCost
 from ckptplan.kinds import Kind, block_forward, settled_bytes, with_loss
-from ckptplan.profiles import BlockProfile, CompiledOption, StageCost
+from ckptplan.profiles import BlockProfile
 from ckptplan.stages import StageForward, time_stage
 
 log = logging.getLogger(__name__)

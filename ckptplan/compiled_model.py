@@ -14,9 +14,10 @@ from dataclasses import replace
 
 from ckptplan.compiled_choices import Compiling, first_line
 from ckptplan.compiling import CompiledBlock, called_as
+from ckptplan.costs import CompiledModelOption, CompiledStep, StageCost
 from ckptplan.kinds import settled_bytes
 from ckptplan.observe import attribute_state
-from ckptplan.profiles import BlockProfile, ChainProfile, CompiledModelOption, CompiledStep, StageCost, modules_of
+from ckptplan.profiles import BlockProfile, ChainProfile, modules_of
 from ckptplan.randomness import torch_state
 from ckptplan.stages import Mark, StageForward, StageRun, time_stage
 from ckptplan.subject import Subject, Trials

@@ -19,23 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from ckptplan.gaps import contracted, expanded
-from ckptplan.plan import nodes_text
+from ckptplan.nodes import nodes_text
 from ckptplan.planners.budgets import step_cost
 from ckptplan.planners.nested import tradeoff
-from ckptplan.profiles import (
-    BlockProfile,
-    ChainProfile,
-    CostKind,
-    MemoryModel,
-    as_chain,
-    canonical_json,
-    decode_dataclass,
-    parse_json_object,
-    require_memory,
-    require_schema,
-    write_text_whole,
-)
-from ckptplan.simulate import no_checkpoint_peak, plan_recompute_cost, simulate_plan
+from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, as_chain, require_memory
+from ckptplan.recompute_cost import plan_recompute_cost
+from ckptplan.simulate import no_checkpoint_peak, simulate_plan
+from ckptplan.strict_json import canonical_json, decode_dataclass, parse_json_object, require_schema, write_text_whole
 from ckptplan.units import format_bytes, format_ms
 
 CURVE_SCHEMA = "ckptplan.curve/1"

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ckptplan.profiles import canonical_json, decode_dataclass, parse_json_object, require_schema, write_text_whole
+from ckptplan.strict_json import canonical_json, decode_dataclass, parse_json_object, require_schema, write_text_whole
 from ckptplan.units import GIB, MIB
 
 CALIBRATION_SCHEMA = "ckptplan.calibration/1"

@@ -16,7 +16,8 @@ from ckptplan.blocks import no_hooks_on_all_modules
 from ckptplan.errors import DryRunError, PlanIncompatibleError
 from ckptplan.fakes import UNFIT, KnownValues, quiet_fake_kernels, why_unfit, with_fakes
 from ckptplan.memory import LiveStorages
-from ckptplan.plan import CheckpointPlan, Keep
+from ckptplan.nodes import Keep
+from ckptplan.plan import CheckpointPlan
 from ckptplan.randomness import random_state_restored
 from ckptplan.subject import LossFn
 from ckptplan.trees import tensors_in

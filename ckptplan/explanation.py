@@ -6,19 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckptplan.errors import PlanIncompatibleError
-from ckptplan.plan import (
-    CheckpointPlan,
-    Compiled,
-    CompiledModel,
-    Keep,
-    PlanNode,
-    Recompute,
-    Selective,
-    blocks_of,
-    nodes_text,
-)
+from ckptplan.nodes import Compiled, CompiledModel, Keep, PlanNode, Recompute, Selective, blocks_of, nodes_text
+from ckptplan.plan import CheckpointPlan
 from ckptplan.profiles import NOT_REPLAYED, BlockProfile, ChainProfile, CostKind, MemoryModel, as_chain
-from ckptplan.simulate import plan_recompute_cost, simulate_plan
+from ckptplan.recompute_cost import plan_recompute_cost
+from ckptplan.simulate import simulate_plan
 from ckptplan.units import format_bytes, format_ms
 
 

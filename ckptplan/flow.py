@@ -28,9 +28,10 @@ from ckptplan.assembly import (
 from ckptplan.choices import KeptParts
 from ckptplan.clock import now_s
 from ckptplan.compiled_choices import Compiling, measure_compiled, time_compiled, with_compiled
+from ckptplan.costs import InputsLetGo, StageCost
 from ckptplan.kinds import Kind, examine, kind_key, measure_bytes_and_flops, observe_block, time_key, with_loss
 from ckptplan.memory import MemoryMeter, make_meter
-from ckptplan.profiles import BlockProfile, ChainProfile, InputsLetGo, RegionProfile, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 from ckptplan.skeleton import Anatomy, Arrival, Holding, Skeleton, entered_call, find_anatomy, left_call
 from ckptplan.stages import GradientLayout, Letting, SharedGradient, count_flops, inputs_let_go, layout_of
 from ckptplan.subject import Subject, Trials

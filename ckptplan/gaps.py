@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckptplan.plan import Compiled, CompiledModel, Keep, PlanNode, Recompute, Selective, blocks_of
+from ckptplan.nodes import Compiled, CompiledModel, Keep, PlanNode, Recompute, Selective, blocks_of
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 
 

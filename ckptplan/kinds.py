@@ -13,9 +13,9 @@ from torch import nn
 
 from ckptplan.blocks import describe_module
 from ckptplan.clock import now_s
+from ckptplan.costs import StageCost
 from ckptplan.memory import MemoryMeter, make_meter
 from ckptplan.observe import Observation, observe
-from ckptplan.profiles import StageCost
 from ckptplan.randomness import torch_state
 from ckptplan.recompute import Guards, buffer_slots, run_on_copies, run_recomputed
 from ckptplan.signatures import value_signature

@@ -39,6 +39,7 @@ from ckptplan.choices import KeptParts
 from ckptplan.compiled_choices import Compiling, measure_compiled, time_compiled, with_compiled
 from ckptplan.compiled_model import with_compiled_model
 from ckptplan.compiling import require_compiler
+from ckptplan.costs import StageCost
 from ckptplan.devices import DEVICES
 from ckptplan.discovery import find_blocks
 from ckptplan.errors import BlockDeclarationError, UnsupportedBoundaryError
@@ -54,7 +55,7 @@ from ckptplan.kinds import (
 )
 from ckptplan.larger_inputs import LargestInputs
 from ckptplan.memory import make_meter
-from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost, modules_of
+from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, modules_of
 from ckptplan.randomness import random_state_restored
 from ckptplan.regions import loss_bytes, post_forward, pre_forward
 from ckptplan.stages import GradientLayout, StageForward, gradients_handed_back, stage_flops, weight_copies

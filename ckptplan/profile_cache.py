@@ -25,7 +25,8 @@ import torch
 from torch import nn
 
 from ckptplan.errors import CkptplanError
-from ckptplan.profiles import ChainProfile, parse_json_object, require_schema, write_text_whole
+from ckptplan.profiles import ChainProfile
+from ckptplan.strict_json import parse_json_object, require_schema, write_text_whole
 
 SHARED_PROFILE_SCHEMA = "ckptplan.shared_profile/1"
 # Environment variables that choose kernels, threads or the allocator; which device is the machine's part of the key.

@@ -8,181 +8,29 @@ the stage ran.
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import operator
 import os
-import types
-import typing
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
-from ckptplan.console import naming
-from ckptplan.errors import CkptplanError, TimingOnlyProfileError, UnsupportedPlanVersionError
+from ckptplan.costs import (
+    CompiledModelOption,
+    CompiledOption,
+    CompiledStep,
+    SelectiveOption,
+    StageCost,
+    normalise_numbers,
+)
+from ckptplan.errors import TimingOnlyProfileError
+from ckptplan.strict_json import canonical_json, decode_dataclass, parse_json_object, require_schema, write_text_whole
 
 MemoryModel = Literal["peak", "additive"]
 CostKind = Literal["time", "flops"]
 
 PROFILE_SCHEMA = "ckptplan.profile/4"
-_D = TypeVar("_D")
 INPUTS_KEY = "model_inputs"  # of environments: the shapes of the tensors that the model was called with
 NOT_REPLAYED = "not replayed: "  # begins the warning of a block that cannot be kept in part, and says why
-
-
-@dataclass(frozen=True)
-class InputsLetGo:
-    """Inputs that a stage lets go of in the midst of its backward.
-
-    Attributes:
-        inputs: which of its input storages.
-        backward_peak_bytes: as of ``StageCost``, from then until it lets go of others or ends, where somebody else
-            holds these inputs and those it let go of before, so that nothing was freed.
-    """
-
-    inputs: tuple[int, ...]
-    backward_peak_bytes: int
-
-    def __post_init__(self) -> None:
-        _normalise(self, "inputs let go")
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """Bytes of one stage under one way of running it (kept, or recomputed).
-
-    A *boundary storage* is memory that the stage hands to the next one; boundaries are accounted
-    for between stages, so that two stages that hold the same tensor count it once.
-
-    Attributes:
-        saved_bytes: alive after the forward because of this stage, its input and output storages
-            excluded (``k`` of the theory).
-        forward_peak_bytes: most bytes alive during the forward, above what was alive before it;
-            contains the output, not the input (``F``; for a recomputed stage ``n``).
-        backward_peak_bytes: most bytes alive during the backward of this stage, above what the
-            earlier stages retain; contains the saved bytes, the incoming and the produced gradient and,
-            for a recomputed stage, the recomputation; not the input (``Q``).
-        keeps_input: per input storage, whether this stage holds it until its backward.
-        keeps_output: per output storage, whether this stage itself holds it until its backward.
-        inputs_let_go: inputs that this stage lets go of in the midst of its backward, in that order; where an earlier
-            stage holds one too nothing is freed, and the backward may peak higher (``backward_peak_beside``).
-        weight_copies_bytes: of all that this stage holds until its backward, the copies of weights in a narrower type,
-            as autocast makes them; None: not measured.
-    """
-
-    saved_bytes: int
-    forward_peak_bytes: int
-    backward_peak_bytes: int
-    keeps_input: tuple[bool, ...] = (True,)
-    keeps_output: tuple[bool, ...] = (False,)
-    weight_copies_bytes: int | None = None
-    inputs_let_go: tuple[InputsLetGo, ...] = ()
-
-    def __post_init__(self) -> None:
-        _normalise(self, "a stage cost")
-
-    def backward_peak_beside(self, alone_bytes: Sequence[int]) -> int:
-        """``backward_peak_bytes`` where of each input storage so many bytes are held by this stage alone.
-
-        They are 0 for a storage that an earlier stage holds too.
-        """
-        peak, freed = self.backward_peak_bytes, 0
-        for letting in self.inputs_let_go:
-            freed += sum(alone_bytes[i] for i in letting.inputs)
-            peak = max(peak, letting.backward_peak_bytes - freed)
-        return peak
-
-    def with_backward_peaks(self, changed: Callable[[int], int]) -> StageCost:
-        """The same stage with all its backward peaks changed."""
-        lettings = tuple(
-            replace(letting, backward_peak_bytes=changed(letting.backward_peak_bytes)) for letting in self.inputs_let_go
-        )
-        return replace(self, backward_peak_bytes=changed(self.backward_peak_bytes), inputs_let_go=lettings)
-
-
-@dataclass(frozen=True)
-class SelectiveOption:
-    """One way to keep part of a block: the outputs of some operators stay, the others are made again in backward.
-
-    Attributes:
-        saved_ops: what stays, in full: ``<submodule path>.<operator>#<n-th call>:<output>``; empty: nothing.
-        cost: its bytes.
-        time_ms: what it adds to a step, the recording in the forward included.
-        flops: what it adds to a step.
-        sequence_hash: of the operators that the block ran when the option was made.
-    """
-
-    saved_ops: tuple[str, ...]
-    cost: StageCost
-    time_ms: float | None = None
-    flops: int | None = None
-    sequence_hash: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "saved_ops", tuple(self.saved_ops))
-        _normalise(self, "a selective option")
-
-
-@dataclass(frozen=True)
-class CompiledOption:
-    """A block compiled by torch.compile with one memory budget for its partitioner.
-
-    Attributes:
-        budget: 0 to 1; the share of what would be saved that the partitioner may save.
-        cost: its bytes, measured on the compiled block.
-        forward_time_ms, backward_time_ms: of the compiled block; None where no times were taken.
-        time_ms: what it adds to a step beside the fastest measured way to keep or compile the block.
-    """
-
-    budget: float
-    cost: StageCost
-    forward_time_ms: float | None = None
-    backward_time_ms: float | None = None
-    time_ms: float | None = None
-
-    def __post_init__(self) -> None:
-        _normalise(self, "a compiled option")
-        if self.budget > 1:
-            raise ValueError(f"a compiled option: budget={self.budget!r}; expected 0 to 1")
-
-
-@dataclass(frozen=True)
-class CompiledModelOption:
-    """The model compiled by torch.compile as one graph with one memory budget for its partitioner.
-
-    Attributes:
-        budget: as of ``CompiledOption``.
-        cost: of the whole step, loss included; nothing comes in and nothing goes out.
-        step_time_ms: of forward, loss and backward, the least of twice the trials; None where no times were taken.
-    """
-
-    budget: float
-    cost: StageCost
-    step_time_ms: float | None = None
-
-    def __post_init__(self) -> None:
-        _normalise(self, "an option of the compiled model")
-        if self.budget > 1:
-            raise ValueError(f"an option of the compiled model: budget={self.budget!r}; expected 0 to 1")
-
-
-@dataclass(frozen=True)
-class CompiledStep:
-    """A whole step with every block compiled with one memory budget: what neighbours do to each other is in its time.
-
-    Attributes:
-        budget: as of ``CompiledOption``.
-        step_time_ms: of forward, loss and backward, the least of twice the trials.
-    """
-
-    budget: float
-    step_time_ms: float
-
-    def __post_init__(self) -> None:
-        _normalise(self, "a step of compiled blocks")
-        if self.budget > 1:
-            raise ValueError(f"a step of compiled blocks: budget={self.budget!r}; expected 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -270,7 +118,7 @@ class BlockProfile:
     before: RegionProfile | None = None
 
     def __post_init__(self) -> None:
-        _normalise(self, f"block {self.block_id!r}")
+        normalise_numbers(self, f"block {self.block_id!r}")
         _normalise_outputs(self, f"block {self.block_id!r}")
 
 
@@ -291,7 +139,7 @@ class RegionProfile:
     backward_flops: int | None = None
 
     def __post_init__(self) -> None:
-        _normalise(self, f"region {self.name!r}")
+        normalise_numbers(self, f"region {self.name!r}")
         _normalise_outputs(self, f"region {self.name!r}")
 
 
@@ -330,7 +178,7 @@ class ChainProfile(Sequence[BlockProfile]):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
-        _normalise(self, "the chain")
+        normalise_numbers(self, "the chain")
         if not self.blocks:
             raise ValueError("the chain has no blocks; a profile needs at least one")
         seen: set[str] = set()
@@ -525,21 +373,6 @@ def name_some(names: Sequence[str], limit: int = 8) -> str:
     return listed if len(names) <= limit else f"{listed} and {len(names) - limit} more"
 
 
-# Figures as they come in ---------------------------------------------------------------------------------------------
-
-
-def _normalise(record: Any, where: str) -> None:
-    """Brings the numbers and flags of a frozen dataclass to the declared types, or says which one is wrong."""
-    for name, (is_tuple, kind) in _numeric_fields(type(record)).items():
-        value = getattr(record, name)
-        if is_tuple:
-            single = value is None or isinstance(value, (bool, int, float)) or not hasattr(value, "__iter__")
-            value = tuple(_number(v, kind, where, name) for v in ((value,) if single else value))
-        else:
-            value = _number(value, kind, where, name)
-        object.__setattr__(record, name, value)
-
-
 def _normalise_outputs(record: BlockProfile | RegionProfile, where: str) -> None:
     """``output_is_input`` may be left out: every output is memory of its own."""
     if not record.output_is_input:
@@ -549,142 +382,3 @@ def _normalise_outputs(record: BlockProfile | RegionProfile, where: str) -> None
             f"{where}: output_is_input has {len(record.output_is_input)} entries for "
             f"{len(record.output_bytes)} output_bytes; expected one each"
         )
-
-
-_NUMERIC_FIELDS: dict[type, dict[str, tuple[bool, str]]] = {}
-
-
-def _numeric_fields(cls: type) -> dict[str, tuple[bool, str]]:
-    """Field name -> (is it a tuple, "int" | "float" | "bool" with "?" where None is allowed)."""
-    if cls not in _NUMERIC_FIELDS:
-        found = {}
-        for f in dataclasses.fields(cls):
-            text = str(f.type)
-            is_tuple = text.startswith("tuple[")
-            core = text.removeprefix("tuple[").removesuffix(", ...]")
-            kind = core.removesuffix(" | None")
-            if kind in ("int", "float", "bool"):
-                found[f.name] = (is_tuple, kind + ("?" if core != kind else ""))
-        _NUMERIC_FIELDS[cls] = found
-    return _NUMERIC_FIELDS[cls]
-
-
-def _number(value: Any, kind: str, where: str, name: str) -> int | float | bool | None:
-    if value is None and kind.endswith("?"):
-        return None
-    base = kind.removesuffix("?")
-    if base == "bool":
-        if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
-            return bool(value)
-        raise TypeError(f"{where}: {name}={value!r} is a {type(value).__name__}; expected True or False")
-    if isinstance(value, (bool, str, bytes)) or value is None or type(value).__name__ == "bool":
-        raise TypeError(f"{where}: {name}={value!r} is a {type(value).__name__}; expected a number")
-    try:
-        number: int | float = operator.index(value) if base == "int" else float(value)
-    except TypeError:
-        raise TypeError(f"{where}: {name}={value!r} is a {type(value).__name__}; expected a whole number") from None
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(f"{where}: {name}={value!r}; expected a finite number that is not negative")
-    return number
-
-
-# JSON, read strictly (plan.py uses these too) ------------------------------------------------------------------------
-
-
-def canonical_json(data: Any) -> str:
-    """The one text of ``data``: sorted keys, no NaN. Floats keep every digit."""
-    return json.dumps(data, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
-
-
-def parse_json_object(text: str, source: str) -> dict[str, Any]:
-    """A JSON object without NaN, infinities and repeated keys; raises ``ValueError`` naming ``source``."""
-
-    def no_constant(name: str) -> Any:
-        raise ValueError(f"{source}: holds {name}, which is no number")
-
-    def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            names = [name for name, _ in pairs]
-            raise ValueError(f"{source}: key {next(n for n in names if names.count(n) > 1)!r} stands twice")
-        return result
-
-    try:
-        data = json.loads(text, parse_constant=no_constant, object_pairs_hook=no_repeats)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{source}: is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{source}: holds a {type(data).__name__}; expected an object")
-    return data
-
-
-def require_schema(data: dict[str, Any], expected: str, source: str) -> None:
-    """Takes the key ``schema`` off ``data``; raises ``UnsupportedPlanVersionError`` unless it is ``expected``."""
-    found = data.pop("schema", None)
-    if found != expected:
-        raise UnsupportedPlanVersionError(
-            f"{source}: schema is {found!r}; this version reads {expected!r}; "
-            "make it again with this version, or install the one that wrote it"
-        )
-
-
-def decode_dataclass(cls: type[_D], data: Any, where: str) -> _D:
-    """An instance of dataclass ``cls`` from its JSON form: exactly its fields, each of its declared type.
-
-    Raises ``ValueError`` naming the place for an unknown or missing key and for a value of another type.
-    """
-    if not isinstance(data, dict):
-        raise ValueError(f"{where}: is {data!r}; expected an object")
-    hints = typing.get_type_hints(cls)
-    fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown, missing = sorted(data.keys() - fields), sorted(fields - data.keys())
-    if unknown or missing:
-        parts = [f"{what} {', '.join(keys)}" for what, keys in (("unknown", unknown), ("missing", missing)) if keys]
-        raise ValueError(f"{where}: keys {'; '.join(parts)}")
-    values = {name: decode_value(hints[name], data[name], f"{where}: {name}") for name in fields}
-    try:
-        return cls(**values)
-    except (CkptplanError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
-def decode_value(hint: Any, value: Any, where: str) -> Any:
-    """``value`` from JSON as the annotated type ``hint``; raises ``ValueError`` naming the place."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in arguments:
-            return None
-        options = [option for option in arguments if option is not type(None)]
-        hint = type(value) if type(value) in options else options[0]
-        return decode_value(hint, value, where)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"{where} is {value!r}; expected a list")
-        return tuple(decode_value(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    if origin is Literal:
-        if value not in arguments:
-            raise ValueError(f"{where} is {value!r}; expected one of {', '.join(map(repr, arguments))}")
-        return value
-    if dataclasses.is_dataclass(hint):
-        return decode_dataclass(typing.cast(type, hint), value, where)
-    if hint is Any:
-        return value
-    expected = dict if origin is dict else hint
-    if expected is float and type(value) is int:
-        return float(value)
-    if type(value) is not expected:
-        raise ValueError(f"{where} is {value!r}, a {type(value).__name__}; expected {expected.__name__}")
-    return value
-
-
-def write_text_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Writes beside ``path`` and renames, so that a reader never sees half a file."""
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with naming(target):
-            beside.write_text(text, encoding="utf-8")
-        beside.replace(target)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise

@@ -60,8 +60,9 @@ from ckptplan.errors import (
     StepMismatchError,
 )
 from ckptplan.footprint import StaticBytes, optimizer_step_bytes, room_of, static_bytes
+from ckptplan.nodes import Compiled, CompiledModel, Selective, blocks_of, nodes_text, parse_plan_text
 from ckptplan.optim import learning_rate_schedule
-from ckptplan.plan import CheckpointPlan, Compiled, CompiledModel, Selective, blocks_of, nodes_text, parse_plan_text
+from ckptplan.plan import CheckpointPlan
 from ckptplan.profiles import ChainProfile, modules_of
 from ckptplan.proof import StepProof, is_out_of_memory, pair_of_model, prove_model
 from ckptplan.randomness import random_state_restored, seed_everything, seed_of_rank

@@ -20,7 +20,8 @@ from ckptplan.config import PlannerConfig, RunConfig
 from ckptplan.data import Batch
 from ckptplan.errors import BlockDeclarationError, CkptplanError, ConfigError, UnsupportedBoundaryError
 from ckptplan.measure import profile_model
-from ckptplan.plan import CheckpointPlan, Compiled, PlanNode, Selective, compiled_model, parse_plan_text
+from ckptplan.nodes import Compiled, PlanNode, Selective, compiled_model, parse_plan_text
+from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import PLANNERS_THAT_COMPILE, PLANNERS_WITH_OPTIONS
 from ckptplan.profile_cache import SharedProfile, profile_key, shared_profile
 from ckptplan.profiles import ChainProfile, name_some

@@ -18,8 +18,9 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
+from ckptplan.costs import StageCost
 from ckptplan.errors import PlanIncompatibleError
-from ckptplan.profiles import INPUTS_KEY, BlockProfile, ChainProfile, StageCost
+from ckptplan.profiles import INPUTS_KEY, BlockProfile, ChainProfile
 
 # What tells of one measurement and has nothing to do with another size: taken from the larger one.
 _AS_MEASURED = frozenset(

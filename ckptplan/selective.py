@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from ckptplan.costs import CompiledModelOption, CompiledOption, SelectiveOption
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.graph import Output
-from ckptplan.profiles import BlockProfile, ChainProfile, CompiledModelOption, CompiledOption, SelectiveOption
+from ckptplan.profiles import BlockProfile, ChainProfile
 
 
 def find_option(block: BlockProfile, names: Sequence[str]) -> SelectiveOption:

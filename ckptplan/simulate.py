@@ -11,10 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ckptplan.costs import StageCost
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.gaps import expanded, expanded_nodes, has_gaps, places
-from ckptplan.plan import (
-    CheckpointPlan,
+from ckptplan.in_replay import (
+    kept_in_replay,
+    let_go,
+    part_cost,
+    recompute_figures,
+    recomputed_in_replay,
+    recomputed_peaks,
+    stopped_forward_peak,
+)
+from ckptplan.nodes import (
     Compiled,
     CompiledModel,
     Keep,
@@ -23,26 +32,20 @@ from ckptplan.plan import (
     Selective,
     blocks_of,
     compiled_model,
-    nodes_text,
     recomputed_blocks,
     tree_faults,
 )
+from ckptplan.plan import CheckpointPlan
 from ckptplan.profiles import (
     BlockProfile,
     ChainProfile,
-    CostKind,
     MemoryModel,
-    StageCost,
     as_chain,
-    recompute_costs,
     require_memory,
 )
+from ckptplan.recompute_cost import recompute_flops, recompute_time_ms
 from ckptplan.selective import (
-    compiled_blocks_base_ms,
-    compiled_model_ms,
-    find_compiled,
     find_compiled_model,
-    find_option,
 )
 
 BEFORE, AFTER = "before the blocks", "head and loss"
@@ -170,80 +173,6 @@ def no_checkpoint_peak(profile: ChainProfile | Sequence[BlockProfile], memory_mo
 # Cost of recomputation -----------------------------------------------------------------------------------------------
 
 
-def recompute_time_ms(profile: ChainProfile, nodes: Sequence[PlanNode]) -> float | None:
-    """Milliseconds that recomputation adds to an eager step; None without times, and where blocks run compiled."""
-    if any(isinstance(node, (Compiled, CompiledModel)) for node in nodes):
-        return None  # what they cost is beside their own fastest step
-    if not any(b.recompute_time_ms is not None or b.recompute_time_upper_bound_ms_mean is not None for b in profile):
-        return None
-    return plan_recompute_cost(profile, nodes, "time")
-
-
-def recompute_flops(profile: ChainProfile, nodes: Sequence[PlanNode]) -> int | None:
-    """FLOPs that recomputation adds to a step; None where the profile does not hold them."""
-    if any(b.recompute_flops is None and b.eligible_for_checkpoint for b in profile):
-        return None
-    if any(isinstance(node, (Compiled, CompiledModel)) for node in nodes):
-        return None  # a compiler fuses and recomputes as it likes; nobody counts what
-    return int(plan_recompute_cost(profile, nodes, "flops"))
-
-
-def plan_recompute_cost(profile: ChainProfile, nodes: Sequence[PlanNode], cost: CostKind) -> float:
-    """Each replay runs the blocks in it, the last one only as far as backward needs; nested nodes replay again.
-
-    Raises ``ValueError`` naming a block that is recomputed though it cannot be, or whose figure is missing.
-    """
-    last_cost = recompute_costs(profile, cost)
-    total: float = 0  # an int stays one: FLOPs are exact
-    for node in nodes:
-        if isinstance(node, Recompute):
-            total += _replay_cost(profile, node, last_cost, cost)
-        elif isinstance(node, Selective):
-            option = find_option(profile[node.block], node.saved_ops)
-            known = option.flops if cost == "flops" else option.time_ms
-            is_untimed = cost == "time" and recompute_time_ms(profile, ()) is None
-            total += _known(profile, node.block, 1.0 if known is None and is_untimed else known, cost)
-        elif isinstance(node, (Compiled, CompiledModel)):
-            if cost == "flops":
-                raise ValueError(f"cost='flops': the FLOPs of compiled code ({nodes_text((node,))}) are not counted")
-            total += _compiled_cost(profile, node)
-    if any(isinstance(node, Compiled) for node in nodes):
-        total += compiled_blocks_base_ms(profile)
-    return total
-
-
-def _compiled_cost(profile: ChainProfile, node: Compiled | CompiledModel) -> float:
-    if isinstance(node, Compiled):
-        return _known(profile, node.block, find_compiled(profile[node.block], node.budget).time_ms, "time")
-    found = compiled_model_ms(profile, node.budget)
-    if found is None:
-        raise ValueError(f"{nodes_text((node,))}: the compiled model has no times; profile with num_trials=1 or more")
-    return found
-
-
-def _replay_cost(profile: ChainProfile, node: Recompute, last_cost: Sequence[float | None], cost: CostKind) -> float:
-    """One replay of the node, and those of the nodes inside it.
-
-    The replay ends as soon as all that its last child saves is there: for a block that is its early stop, for
-    another Recompute its input, so that child's blocks run in its own replay only.
-    """
-    *leading, last = node.children
-    total: float = 0
-    for block in blocks_of(leading):
-        full = profile[block].forward_flops if cost == "flops" else profile[block].forward_time_ms
-        total += _known(profile, block, last_cost[block] if full is None else full, cost)
-    if isinstance(last, Keep):
-        total += _known(profile, last.block, last_cost[last.block], cost)
-    return total + sum(_replay_cost(profile, c, last_cost, cost) for c in node.children if isinstance(c, Recompute))
-
-
-def _known(profile: ChainProfile, block: int, figure: float | None, cost: CostKind) -> float:
-    if figure is None:
-        reason = profile[block].exclusion_reason or "no cost figure"
-        raise ValueError(f"block {profile[block].block_id!r} cannot be recomputed (cost={cost!r}): {reason}")
-    return figure
-
-
 # Stages --------------------------------------------------------------------------------------------------------------
 
 
@@ -280,7 +209,7 @@ def _stage_of_node(chain: ChainProfile, node: PlanNode, *, inside: bool = False)
     members = blocks_of((node,))
     first, last = chain[members[0]], chain[members[-1]]
     if len(members) == 1:
-        alone = _recompute_cost(first)
+        alone = recompute_figures(first)
         cost = recomputed_in_replay(first, alone) if inside else alone
         again = node if inside else None
         return _Stage(first.block_id, cost, first.output_bytes, first.output_is_input, again)
@@ -293,67 +222,16 @@ def _stage_of_node(chain: ChainProfile, node: PlanNode, *, inside: bool = False)
         forward_peak_bytes=_segment_forward_peak(chain, node, inside=inside),
         # inside a replay it depends on who else holds its input, so that the walk asks for it there
         backward_peak_bytes=0 if inside else saved + _segment_backward_peak(chain, node),
-        keeps_input=_recompute_cost(first).keeps_input,
+        keeps_input=recompute_figures(first).keeps_input,
         keeps_output=(False,) * len(output_bytes),
     )
     name = f"{first.block_id}..{last.block_id}"
     return _Stage(name, cost, output_bytes, output_is_input, node if inside else None)
 
 
-def part_cost(block: BlockProfile, node: Selective | Compiled) -> StageCost:
-    """The bytes of a measured option of the block."""
-    if isinstance(node, Compiled):
-        return find_compiled(block, node.budget).cost
-    return find_option(block, node.saved_ops).cost
-
-
 def _random_bytes(chain: ChainProfile, node: Recompute) -> int:
     """Where the random streams stood: each node keeps it once, if any of its blocks draws."""
     return max(chain[i].random_state_bytes for i in blocks_of((node,)))
-
-
-def kept_in_replay(block: BlockProfile) -> StageCost:
-    """A kept block inside a replay: it runs on copies of the buffers that it changes; autograd saves some of them."""
-    assert block.keep is not None  # require_memory
-    cost, backward = block.keep, block.replayed_backward_peak_bytes
-    return StageCost(
-        saved_bytes=cost.saved_bytes + block.replay_copy_bytes,
-        forward_peak_bytes=cost.forward_peak_bytes + block.guard_bytes,
-        backward_peak_bytes=cost.backward_peak_bytes + block.replay_copy_bytes if backward is None else backward,
-        keeps_input=cost.keeps_input,
-        keeps_output=cost.keeps_output,
-    )
-
-
-def recomputed_in_replay(block: BlockProfile, alone: StageCost) -> StageCost:
-    """A block recomputed inside a replay: the first values of its buffers are kept by the outermost node."""
-    return replace(
-        alone,
-        saved_bytes=max(0, alone.saved_bytes - block.guard_bytes),
-        backward_peak_bytes=max(0, alone.backward_peak_bytes - block.guard_bytes),
-        inputs_let_go=(),
-    )
-
-
-def stopped_forward_peak(chain: ChainProfile, block: BlockProfile, alone: StageCost) -> int:
-    """Most bytes of a block's run that ends a replay as soon as all that backward needs is there, copies included.
-
-    Where that was not measured: it is inside the backward peak of recomputing the block alone, beside its gradient,
-    the loss, and what guards it, once kept and once in use.
-    """
-    stopped = block.stopped_forward_peak_bytes
-    if stopped is None:
-        guarded = block.guard_bytes + block.random_state_bytes
-        beside = (block.output_gradient_bytes or 0) + chain.loss_bytes + 2 * guarded
-        stopped = max(0, alone.backward_peak_bytes - beside)
-    return min(kept_in_replay(block).forward_peak_bytes, block.guard_bytes + stopped)
-
-
-def _recompute_cost(block: BlockProfile) -> StageCost:
-    if block.recompute is None or not block.eligible_for_checkpoint:
-        reason = block.exclusion_reason or "its profile has no figures for it"
-        raise ValueError(f"block {block.block_id!r} cannot be recomputed: {reason}")
-    return block.recompute
 
 
 def _recompute_inputs(chain: ChainProfile, node: Recompute) -> tuple[int, ...]:
@@ -399,7 +277,7 @@ def _segment_forward_peak(chain: ChainProfile, node: Recompute, *, inside: bool)
 
 
 def _forward_alone(block: BlockProfile, copied_bytes: int) -> int:
-    own = _recompute_cost(block).forward_peak_bytes
+    own = recompute_figures(block).forward_peak_bytes
     return own + copied_bytes - block.guard_bytes if copied_bytes else own
 
 
@@ -408,34 +286,12 @@ def _backward_letting_go(chain: ChainProfile, node: Recompute, only_its_own: Seq
     members = blocks_of((node,))
     if len(members) == 1:
         block = chain[members[0]]
-        alone, gone = _recompute_cost(block), let_go(block, only_its_own)
+        alone, gone = recompute_figures(block), let_go(block, only_its_own)
         peaks = recomputed_peaks(chain, block, alone)
         if peaks is None or not gone:
             return recomputed_in_replay(block, alone).backward_peak_bytes
         return max(peaks[0], peaks[1] - gone)
     return _random_bytes(chain, node) + _segment_backward_peak(chain, node, only_its_own)
-
-
-def let_go(block: BlockProfile, only_its_own: Sequence[int]) -> int:
-    """Of bytes per input storage, those that a kept block has let go of when it has run."""
-    assert block.keep is not None  # require_memory
-    flags = block.keep.keeps_input
-    kept = flags * len(only_its_own) if len(flags) == 1 else flags
-    pairs = enumerate(zip(only_its_own, kept, strict=True))
-    return sum(size for i, (size, keeps) in pairs if not keeps and i not in block.output_is_input)
-
-
-def recomputed_peaks(chain: ChainProfile, block: BlockProfile, alone: StageCost) -> tuple[int, int] | None:
-    """Backward peaks of one block recomputed inside a replay: while it runs again, and behind that.
-
-    None where they were not measured apart.
-    """
-    inside = recomputed_in_replay(block, alone)
-    backward, stopped = block.replayed_backward_peak_bytes, block.stopped_forward_peak_bytes
-    if backward is None or stopped is None:
-        return None
-    running = (block.output_gradient_bytes or 0) + chain.loss_bytes + block.random_state_bytes + block.guard_bytes
-    return min(inside.backward_peak_bytes, inside.saved_bytes + running + stopped), inside.saved_bytes + backward
 
 
 def _segment_backward_peak(chain: ChainProfile, node: Recompute, only_its_own: Sequence[int] = ()) -> int:
@@ -451,7 +307,7 @@ def _segment_backward_peak(chain: ChainProfile, node: Recompute, only_its_own: S
     children = [_stage_of_node(chain, child, inside=True) for child in node.children]
     # a nested node that ends a replay does not run at all, a block not beyond what its backward needs
     ends_with_block = isinstance(node.children[-1], Keep)
-    peak = stopped_forward_peak(chain, last, _recompute_cost(last)) if ends_with_block else 0
+    peak = stopped_forward_peak(chain, last, recompute_figures(last)) if ends_with_block else 0
     children[-1] = replace(children[-1], cost=replace(children[-1].cost, forward_peak_bytes=peak))
     own = tuple(only_its_own) or tuple(0 for _ in _recompute_inputs(chain, node))
     first = node.children[0]

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # pinned by tests/te
 from torch.utils.flop_counter import FlopCounterMode
 
 from ckptplan.clock import now_s
+from ckptplan.costs import InputsLetGo, StageCost
 from ckptplan.memory import MemoryMeter
-from ckptplan.profiles import InputsLetGo, StageCost
 from ckptplan.trees import distinct_storages, storage_key, tensors_in
 
 Mark = Callable[[str], None]

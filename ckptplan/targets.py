@@ -17,7 +17,8 @@ from typing import Any
 
 from ckptplan.config import PlannerConfig, RunConfig, config_error, nearest
 from ckptplan.errors import CkptplanError, ConfigError, TargetImportError
-from ckptplan.plan import CheckpointPlan, parse_plan_text
+from ckptplan.nodes import parse_plan_text
+from ckptplan.plan import CheckpointPlan
 
 OPEN_NODES = ("data", "model", "optimizer")
 _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")

@@ -14,10 +14,11 @@ from torch import nn
 
 from ckptplan.choices import Choices, option_forward
 from ckptplan.compiled_choices import compiled_forward
+from ckptplan.costs import StageCost
 from ckptplan.errors import BlockDeclarationError
 from ckptplan.kinds import Kind, block_forward, settled_bytes, with_loss
 from ckptplan.memory import make_meter
-from ckptplan.profiles import BlockProfile, StageCost
+from ckptplan.profiles import BlockProfile
 from ckptplan.stages import Mark, StageForward, StageRun, gradients_handed_back, stage_bytes, time_stage
 from ckptplan.subject import Subject
 from ckptplan.trace import BlockCall, ChainTrace

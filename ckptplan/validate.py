@@ -15,7 +15,8 @@ from ckptplan.blocks import (
     takes_keyword,
 )
 from ckptplan.errors import PlanIncompatibleError
-from ckptplan.plan import CheckpointPlan, blocks_of
+from ckptplan.nodes import blocks_of
+from ckptplan.plan import CheckpointPlan
 from ckptplan.profiles import modules_of
 from ckptplan.wrappers import foreign_checkpoints
 

@@ -21,7 +21,8 @@ from ckptplan.apply import apply_plan, checkpointed
 from ckptplan.blocks import CheckpointableBlock, declare_blocks
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.measure import profile_blocks
-from ckptplan.plan import CheckpointPlan, blocks_of
+from ckptplan.nodes import blocks_of
+from ckptplan.plan import CheckpointPlan
 from tests.chains import DropoutBlock, declared, flat_texts
 from tests.tracker import LiveBytes
 

@@ -11,9 +11,10 @@ from torch import nn
 import ckptplan.footprint as footprint_module
 from ckptplan.budget import CUDA_MARGIN, plan_for_budget
 from ckptplan.config import PlannerConfig, RunConfig
+from ckptplan.costs import StageCost
 from ckptplan.errors import ConfigError, InfeasibleTargetError
 from ckptplan.footprint import FREE_SHARE_LEFT, StaticBytes, available_host_bytes, static_bytes
-from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile
 
 MIB = 2**20
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -12,9 +12,11 @@ import pytest
 
 import ckptplan.check
 from ckptplan.check import check_plan
+from ckptplan.costs import StageCost
 from ckptplan.errors import PlanIncompatibleError
-from ckptplan.plan import CheckpointPlan, Keep
-from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
+from ckptplan.nodes import Keep
+from ckptplan.plan import CheckpointPlan
+from ckptplan.profiles import BlockProfile, ChainProfile
 from ckptplan.simulate import simulate_plan
 
 
@@ -166,7 +168,9 @@ def test_the_referee_imports_neither_simulator_nor_planners() -> None:
     tree = ast.parse(Path(ckptplan.check.__file__).read_text(encoding="utf-8"))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {m for m in imported if m and m.startswith("ckptplan")} == {
+        "ckptplan.costs",
         "ckptplan.errors",
+        "ckptplan.nodes",
         "ckptplan.plan",
         "ckptplan.profiles",
         "ckptplan.selective",  # what names stand for

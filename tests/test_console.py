@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckptplan.console import lasting_output
-from ckptplan.profiles import write_text_whole
 from ckptplan.record import RunRecorder, write_atomic
+from ckptplan.strict_json import write_text_whole
 
 PROGRAM = """
 import logging, sys

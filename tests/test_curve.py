@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from ckptplan.costs import StageCost
 from ckptplan.curve import CurvePoint, PlanCurve, plan_curve
 from ckptplan.errors import PlannerScaleError, TimingOnlyProfileError, UnsupportedPlanVersionError
-from ckptplan.plan import parse_plan_text
+from ckptplan.nodes import parse_plan_text
 from ckptplan.planners import plan_checkpoints, smallest_reachable
 from ckptplan.planners.nested import least_peak_plan
 from ckptplan.planners.options import option_chain
-from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 from ckptplan.simulate import no_checkpoint_peak, simulate_plan
 
 KIB = 2**10

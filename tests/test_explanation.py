@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from ckptplan.costs import StageCost
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.explanation import explain
-from ckptplan.plan import CheckpointPlan, parse_plan_text
+from ckptplan.nodes import parse_plan_text
+from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import plan_checkpoints
-from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile
 from ckptplan.simulate import simulate_plan
 
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from ckptplan.apply import checkpointed
 from ckptplan.errors import BlockDeclarationError, PlanIncompatibleError, UnsupportedBoundaryError
 from ckptplan.measure import profile_model
-from ckptplan.plan import CheckpointPlan, blocks_of
+from ckptplan.nodes import blocks_of
+from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import plan_checkpoints
 from ckptplan.profiles import ChainProfile
 from ckptplan.proof import StepProof, prove_model

@@ -10,6 +10,7 @@ from torch import nn
 
 from ckptplan.budget import plan_for_budget
 from ckptplan.config import RunConfig
+from ckptplan.costs import StageCost
 from ckptplan.devices import DEVICES
 from ckptplan.errors import InfeasibleTargetError
 from ckptplan.footprint import (
@@ -25,7 +26,7 @@ from ckptplan.footprint import (
 )
 from ckptplan.larger_batches import largest_batch
 from ckptplan.planners import smallest_reachable
-from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile
 from ckptplan.run_estimate import plan_footprint
 
 GIB = 2**30

@@ -15,7 +15,8 @@ from ckptplan.dry_run import verify_plan
 from ckptplan.equality import check_equality
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.measure import profile_model
-from ckptplan.plan import CheckpointPlan, blocks_of
+from ckptplan.nodes import blocks_of
+from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import least_nested_peak, plan_checkpoints
 
 WIDTH = 16

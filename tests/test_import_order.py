@@ -16,8 +16,8 @@ PACKAGE = Path(ckptplan.__file__).parent
 
 # Every file, from the ground up; "planners" is planners/__init__.py.
 ORDER = """
-errors units processes console
-clock profiles devices
+errors units processes console strict_json
+clock costs profiles devices
 config record graph options
 randomness runtime trees optim fakes wrappers blocks kernels memory footprint compiling recompute replay twin
 subject selective
@@ -26,9 +26,10 @@ signatures operators larger_inputs
 trace discovery observe attributes kinds choices compiled_choices compiled_model regions tied assembly skeleton flow
 measure
 repeats
-plan gaps scaling targets simulate check planners.tables planners.heuristic planners.fixed planners.flat
-planners.options planners.stairs planners.stretches planners.nested planners.milp
-planners.compiled planners.budgets planners.reasons planners
+nodes plan gaps scaling targets recompute_cost in_replay simulate check
+planners.tables planners.heuristic planners.fixed planners.flat planners.options
+planners.stairs planners.stretches planners.nested planners.milp planners.compiled
+planners.budgets planners.reasons planners
 curve explanation certificate
 estimate
 validate apply dry_run proof equality benchmark budget autofit batch_size
@@ -47,8 +48,9 @@ telling run_records run_profile run_batch run engine.launch cli engine.worker __
 # What plans, checks and reports without a model at hand.
 TORCH_FREE = """
 clock devices
-errors units processes console config targets record graph options profiles selective plan gaps simulate check planners
-planners.tables planners.heuristic planners.fixed planners.flat planners.options planners.stairs planners.stretches
+errors units processes console strict_json config targets record graph options costs profiles selective nodes plan gaps
+recompute_cost in_replay simulate check planners planners.tables planners.heuristic planners.fixed planners.flat
+planners.options planners.stairs planners.stretches
 planners.nested planners.milp planners.compiled planners.budgets planners.reasons curve explanation certificate
 data.spec runs jobs sweep_table sweeps cluster report report.tables report.records report.steps report.figures
 report.vega report.tradeoff report.charts report.page report.export report.text report.__main__ cli

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import ckptplan
+from ckptplan.costs import InputsLetGo, StageCost
 from ckptplan.memory import CpuAllocatorMeter, LiveStorageMeter, MemoryMeter
 from ckptplan.plan import CheckpointPlan
-from ckptplan.profiles import ChainProfile, InputsLetGo, RegionProfile, StageCost
+from ckptplan.profiles import ChainProfile, RegionProfile
 from ckptplan.proof import prove_model
 from ckptplan.selective import short_names
 from ckptplan.simulate import simulate_plan

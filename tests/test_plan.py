@@ -14,9 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptplan.errors import PlanIncompatibleError, UnsupportedPlanVersionError
-from ckptplan.plan import (
-    CheckpointDecision,
-    CheckpointPlan,
+from ckptplan.nodes import (
     Keep,
     PlanNode,
     Recompute,
@@ -26,6 +24,7 @@ from ckptplan.plan import (
     recomputed_blocks,
     tree_faults,
 )
+from ckptplan.plan import CheckpointDecision, CheckpointPlan
 from ckptplan.profiles import BlockProfile, ChainProfile
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptplan.costs import StageCost
 from ckptplan.errors import TimingOnlyProfileError, UnsupportedPlanVersionError
 from ckptplan.profiles import (
     BlockProfile,
     ChainProfile,
     RegionProfile,
-    StageCost,
     as_chain,
     name_some,
     recompute_costs,

@@ -22,7 +22,8 @@ from ckptplan.data import Batch
 from ckptplan.errors import InfeasibleTargetError
 from ckptplan.measure import Trials, profile_blocks, profile_model
 from ckptplan.models import GPT, MLP, ChainModel, ResNet, UNet, ViT
-from ckptplan.plan import CheckpointPlan, parse_plan_text
+from ckptplan.nodes import parse_plan_text
+from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import plan_checkpoints
 from ckptplan.profiles import ChainProfile
 from ckptplan.proof import StepProof, prove_model

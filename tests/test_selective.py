@@ -18,14 +18,16 @@ from ckptplan import choices
 from ckptplan.apply import apply_plan, checkpointed
 from ckptplan.blocks import CheckpointableBlock, select_blocks
 from ckptplan.check import check_plan
+from ckptplan.costs import SelectiveOption, StageCost
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.explanation import explain
 from ckptplan.graph import Output
 from ckptplan.measure import Trials, profile_blocks, profile_model
 from ckptplan.models import GPT
-from ckptplan.plan import CheckpointPlan, Keep, Recompute, Selective, parse_plan_text
+from ckptplan.nodes import Keep, Recompute, Selective, parse_plan_text
+from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import plan_checkpoints
-from ckptplan.profiles import BlockProfile, ChainProfile, SelectiveOption, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile
 from ckptplan.proof import prove_model
 from ckptplan.report.tables import plan_rows
 from ckptplan.selective import find_option, short_names

@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptplan.check import check_plan
+from ckptplan.costs import StageCost
 from ckptplan.errors import PlanIncompatibleError, TimingOnlyProfileError
-from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute, decision_for, parse_plan_text, recomputed_blocks
-from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
-from ckptplan.simulate import no_checkpoint_peak, plan_recompute_cost, simulate_plan
+from ckptplan.nodes import Keep, PlanNode, Recompute, parse_plan_text, recomputed_blocks
+from ckptplan.plan import CheckpointPlan, decision_for
+from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
+from ckptplan.recompute_cost import plan_recompute_cost
+from ckptplan.simulate import no_checkpoint_peak, simulate_plan
 
 
 def _block(name: str, saved: int, **changes: Any) -> BlockProfile:

@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost, modules_of
+from ckptplan.costs import StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, modules_of
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from torch import nn
 
 from ckptplan.engine.gathered import Sharding, UnitBytes
 from ckptplan.engine.ranks import Ranks
-from ckptplan.plan import CheckpointPlan, blocks_of
+from ckptplan.nodes import blocks_of
+from ckptplan.plan import CheckpointPlan
 from ckptplan.profiles import modules_of
 from ckptplan.proof import Engine
 from ckptplan.randomness import random_state_restored

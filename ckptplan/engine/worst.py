@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from ckptplan.costs import CompiledOption, SelectiveOption
 from ckptplan.errors import CkptplanError
-from ckptplan.profiles import ChainProfile, CompiledOption, SelectiveOption
+from ckptplan.profiles import ChainProfile
 
 T = TypeVar("T")
 

@@ -12,17 +12,8 @@ from typing import Any, Literal
 from ckptplan.check import check_plan
 from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError
 from ckptplan.gaps import contracted, expanded, expanded_nodes, places
-from ckptplan.plan import (
-    CheckpointDecision,
-    CheckpointPlan,
-    PlanNode,
-    Selective,
-    decision_for,
-    parse_plan_text,
-    recomputed_blocks,
-    tree_faults,
-    wholly_again,
-)
+from ckptplan.nodes import PlanNode, Selective, parse_plan_text, recomputed_blocks, tree_faults, wholly_again
+from ckptplan.plan import CheckpointDecision, CheckpointPlan, decision_for
 from ckptplan.planners.budgets import TARGET_KINDS, TargetKind, budget_for, checked_target, step_cost, take_static_bytes
 from ckptplan.planners.compiled import compile_budget
 from ckptplan.planners.fixed import checkpoint_all, file, no_checkpoint, text, uniform
@@ -48,7 +39,8 @@ from ckptplan.profiles import (
     recompute_costs,
     require_memory,
 )
-from ckptplan.simulate import PlanCost, no_checkpoint_peak, plan_recompute_cost, simulate_plan
+from ckptplan.recompute_cost import plan_recompute_cost
+from ckptplan.simulate import PlanCost, no_checkpoint_peak, simulate_plan
 
 __all__ = [
     "PLANNERS",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckptplan.plan import Compiled, CompiledModel, PlanNode
+from ckptplan.nodes import Compiled, CompiledModel, PlanNode
 from ckptplan.planners.nested import cheapest_plan
 from ckptplan.planners.options import compiled_chain
 from ckptplan.planners.tables import PlannerResult
 from ckptplan.profiles import ChainProfile, CostKind, MemoryModel, name_some
+from ckptplan.recompute_cost import plan_recompute_cost
 from ckptplan.selective import compiled_blocks_base_ms, fastest_compiled_step_ms
-from ckptplan.simulate import plan_recompute_cost, simulate_plan
+from ckptplan.simulate import simulate_plan
 
 # Times of blocks add up to a step's only so far: what a compiled block hands on lies otherwise in memory than what it
 # got when it was timed by itself. The U-Net of tests/benchmarks/race was 12 % slower than the sum.

@@ -7,7 +7,8 @@ import os
 import numpy as np
 
 from ckptplan.errors import PlanIncompatibleError
-from ckptplan.plan import CheckpointPlan, parse_plan_text
+from ckptplan.nodes import parse_plan_text
+from ckptplan.plan import CheckpointPlan
 from ckptplan.planners.tables import Bools, FlatTables, PlannerResult
 from ckptplan.profiles import ChainProfile, CostKind, MemoryModel, name_some
 

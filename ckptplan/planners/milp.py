@@ -17,11 +17,12 @@ from types import ModuleType
 
 import numpy as np
 
-from ckptplan.plan import PlanNode
+from ckptplan.costs import StageCost
+from ckptplan.nodes import PlanNode
 from ckptplan.planners.nested import least_peak_plan
 from ckptplan.planners.options import OptionChain, Outputs, additive_profile, flat_peak, option_chain, spread
 from ckptplan.planners.tables import PlannerResult
-from ckptplan.profiles import ChainProfile, CostKind, MemoryModel, StageCost
+from ckptplan.profiles import ChainProfile, CostKind, MemoryModel
 from ckptplan.simulate import simulate_plan
 
 _PROVED = 1e-9

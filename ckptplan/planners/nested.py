@@ -20,7 +20,7 @@ import numpy as np
 
 from ckptplan.errors import PlannerScaleError
 from ckptplan.gaps import expanded
-from ckptplan.plan import PlanNode, blocks_of
+from ckptplan.nodes import PlanNode, blocks_of
 from ckptplan.planners.flat import LABEL_CAPS, Problem, cheapest_choice, keep_or_recompute, search
 from ckptplan.planners.heuristic import least_peak_choice, smallest_reachable
 from ckptplan.planners.options import (

@@ -11,18 +11,14 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from ckptplan.plan import Compiled, CompiledModel, Keep, PlanNode, Recompute, Selective
+from ckptplan.costs import StageCost
+from ckptplan.in_replay import kept_in_replay, recomputed_in_replay, recomputed_peaks, stopped_forward_peak
+from ckptplan.nodes import Compiled, CompiledModel, Keep, PlanNode, Recompute, Selective
 from ckptplan.planners.flat import Stages
 from ckptplan.planners.tables import Transition
-from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, StageCost, recompute_costs
+from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, recompute_costs
+from ckptplan.recompute_cost import recompute_time_ms
 from ckptplan.selective import short_names
-from ckptplan.simulate import (
-    kept_in_replay,
-    recompute_time_ms,
-    recomputed_in_replay,
-    recomputed_peaks,
-    stopped_forward_peak,
-)
 
 # Bytes of each storage at hand that nobody holds until backward (0 where it stands outside), or HELD.
 Loads = tuple[int, ...]

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ckptplan.costs import SelectiveOption
 from ckptplan.errors import InfeasibleTargetError
-from ckptplan.plan import Compiled, CompiledModel, Keep, PlanNode, Selective, blocks_of, nodes_text, recomputed_blocks
+from ckptplan.nodes import Compiled, CompiledModel, Keep, PlanNode, Selective, blocks_of, nodes_text, recomputed_blocks
 from ckptplan.planners.nested import least_nested_peak, least_whole_peak
 from ckptplan.planners.tables import FlatTables
-from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, SelectiveOption, name_some
+from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, name_some
 from ckptplan.selective import find_compiled, find_option
 from ckptplan.simulate import AFTER, BEFORE, PlanCost
 from ckptplan.units import format_bytes, format_ms

@@ -24,7 +24,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ckptplan.plan import Keep, PlanNode, Recompute
+from ckptplan.costs import StageCost
+from ckptplan.nodes import Keep, PlanNode, Recompute
 from ckptplan.planners.options import (
     Block,
     Loads,
@@ -37,7 +38,6 @@ from ckptplan.planners.options import (
     unheld,
 )
 from ckptplan.planners.stairs import Stairs, added, coarsened, lowest, shifted, single
-from ckptplan.profiles import StageCost
 
 Trim = Callable[[int, Stairs], Stairs]
 

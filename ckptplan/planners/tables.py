@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptplan.plan import PlanNode, flat_nodes
-from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, StageCost, as_chain, recompute_costs
+from ckptplan.costs import StageCost
+from ckptplan.nodes import PlanNode, flat_nodes
+from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, as_chain, recompute_costs
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

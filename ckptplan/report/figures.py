@@ -14,12 +14,12 @@ from typing import Any
 
 from ckptplan.curve import PlanCurve, plan_curve
 from ckptplan.errors import CkptplanError
-from ckptplan.plan import parse_plan_text
+from ckptplan.nodes import parse_plan_text
 from ckptplan.planners.budgets import step_cost
 from ckptplan.profiles import ChainProfile, CostKind
+from ckptplan.recompute_cost import recompute_flops, recompute_time_ms
 from ckptplan.report.records import Records, RunRecords, some
 from ckptplan.report.steps import Row, block_rows, stage_names, strip_rows, timeline_rows
-from ckptplan.simulate import recompute_flops, recompute_time_ms
 
 # What a page may hold at most, so that it opens at once.
 MOST_LOSS_POINTS = 6000

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptplan.errors import CkptplanError
 from ckptplan.gaps import expanded, expanded_nodes
-from ckptplan.plan import Compiled, CompiledModel, Keep, PlanNode, Selective, blocks_of
+from ckptplan.nodes import Compiled, CompiledModel, Keep, PlanNode, Selective, blocks_of
 from ckptplan.profiles import ChainProfile
 from ckptplan.report.records import RunRecords, some
 from ckptplan.report.tables import plan_rows

@@ -15,8 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckptplan.plan import CheckpointDecision, CheckpointPlan, Compiled, CompiledModel, Keep, PlanNode, Selective
-from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
+from ckptplan.costs import StageCost
+from ckptplan.nodes import Compiled, CompiledModel, Keep, PlanNode, Selective
+from ckptplan.plan import CheckpointDecision, CheckpointPlan
+from ckptplan.profiles import BlockProfile, ChainProfile
 from ckptplan.selective import find_compiled, find_option
 from ckptplan.units import format_bytes, format_ms, format_percent
 

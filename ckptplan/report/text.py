@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckptplan.plan import Keep, parse_plan_text
+from ckptplan.nodes import Keep, parse_plan_text
 from ckptplan.report.figures import budget_words
 from ckptplan.report.records import Records, RunRecords
 from ckptplan.report.steps import DECISIONS, Row, decisions_of, timeline_of

@@ -12,10 +12,11 @@ import time
 
 import pytest
 
+from ckptplan.costs import StageCost
 from ckptplan.planners import plan_checkpoints, smallest_reachable
 from ckptplan.planners.nested import cheapest_plan, least_peak_plan
 from ckptplan.planners.options import option_chain
-from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 from ckptplan.simulate import no_checkpoint_peak, simulate_plan
 from tests.planners import trees
 

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from ckptplan.costs import StageCost
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import plan_checkpoints, smallest_reachable
-from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 from ckptplan.simulate import no_checkpoint_peak
 
 MIB, GIB = 2**20, 2**30

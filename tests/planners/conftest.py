@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
+from ckptplan.costs import StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 
 Choice = tuple[bool, ...]
 

@@ -12,11 +12,13 @@ import pytest
 
 from ckptplan.certificate import certify
 from ckptplan.check import check_plan
+from ckptplan.costs import CompiledModelOption, CompiledOption, CompiledStep, StageCost
 from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError
 from ckptplan.explanation import explain
-from ckptplan.plan import CheckpointPlan, Compiled, CompiledModel, Keep
+from ckptplan.nodes import Compiled, CompiledModel, Keep
+from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import plan_checkpoints
-from ckptplan.profiles import BlockProfile, ChainProfile, CompiledModelOption, CompiledOption, CompiledStep, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile
 from ckptplan.report.steps import decisions_of
 from ckptplan.report.tables import plan_rows
 from ckptplan.simulate import simulate_plan

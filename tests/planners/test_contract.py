@@ -11,11 +11,13 @@ import pytest
 
 from ckptplan import planners
 from ckptplan.check import check_plan
+from ckptplan.costs import CompiledOption, StageCost
 from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError, TimingOnlyProfileError
-from ckptplan.plan import CheckpointPlan, Keep, PlanNode, Recompute
+from ckptplan.nodes import Keep, PlanNode, Recompute
+from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import PLANNERS, PlannerResult, plan_checkpoints, shown_name, smallest_reachable
 from ckptplan.planners.heuristic import greedy
-from ckptplan.profiles import BlockProfile, ChainProfile, CompiledOption, RegionProfile, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 from ckptplan.simulate import PlanCost
 
 Make = Callable[..., ChainProfile]

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from ckptplan.costs import SelectiveOption, StageCost
 from ckptplan.errors import InfeasibleTargetError
-from ckptplan.plan import CheckpointPlan, Keep, Recompute, Selective, blocks_of
+from ckptplan.nodes import Keep, Recompute, Selective, blocks_of
+from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import least_whole_peak, plan_checkpoints, smallest_reachable
-from ckptplan.profiles import BlockProfile, ChainProfile, SelectiveOption, StageCost
-from ckptplan.simulate import plan_recompute_cost, simulate_plan
+from ckptplan.profiles import BlockProfile, ChainProfile
+from ckptplan.recompute_cost import plan_recompute_cost
+from ckptplan.simulate import simulate_plan
 
 Make = Callable[..., ChainProfile]
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from ckptplan.costs import StageCost
 from ckptplan.planners import plan_checkpoints
 from ckptplan.planners.flat import cheapest_choice, scaled_values
 from ckptplan.planners.tables import FlatTables
-from ckptplan.profiles import BlockProfile, ChainProfile, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile
 
 Make = Callable[..., ChainProfile]
 Oracle = Callable[[ChainProfile, str], list[tuple[float, int, int, tuple[bool, ...]]]]

@@ -12,7 +12,8 @@ from ckptplan.check import check_plan
 from ckptplan.curve import plan_curve
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.gaps import contracted, expanded, expanded_nodes
-from ckptplan.plan import CheckpointPlan, parse_plan_text
+from ckptplan.nodes import parse_plan_text
+from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import least_nested_peak, plan_checkpoints, smallest_reachable
 from ckptplan.profiles import ChainProfile
 from ckptplan.simulate import no_checkpoint_peak, simulate_plan

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from ckptplan.costs import StageCost
 from ckptplan.errors import InfeasibleTargetError
 from ckptplan.planners import plan_checkpoints
 from ckptplan.planners.nested import least_nested_peak
-from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 from ckptplan.simulate import simulate_plan
 
 

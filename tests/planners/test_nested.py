@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 
 from ckptplan.check import check_plan
+from ckptplan.costs import StageCost
 from ckptplan.errors import InfeasibleTargetError
-from ckptplan.plan import parse_plan_text
+from ckptplan.nodes import parse_plan_text
 from ckptplan.planners import plan_checkpoints
 from ckptplan.planners.nested import cheapest_plan, least_peak_plan, longest
 from ckptplan.planners.options import option_chain
 from ckptplan.planners.stretches import Stretches
-from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
-from ckptplan.simulate import no_checkpoint_peak, plan_recompute_cost, simulate_plan
+from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
+from ckptplan.recompute_cost import plan_recompute_cost
+from ckptplan.simulate import no_checkpoint_peak, simulate_plan
 from tests.planners import trees
 
 Make = Callable[..., ChainProfile]

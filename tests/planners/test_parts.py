@@ -17,8 +17,9 @@ from ckptplan.planners.nested import cheapest_flat
 from ckptplan.planners.options import flat_peak, option_chain
 from ckptplan.planners.stretches import Stretches
 from ckptplan.profiles import ChainProfile
+from ckptplan.recompute_cost import plan_recompute_cost
 from ckptplan.selective import short_names
-from ckptplan.simulate import no_checkpoint_peak, plan_recompute_cost, simulate_plan
+from ckptplan.simulate import no_checkpoint_peak, simulate_plan
 from tests.planners import trees
 
 Make = Callable[..., ChainProfile]

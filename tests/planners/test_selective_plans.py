@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from ckptplan.certificate import certify
+from ckptplan.costs import SelectiveOption, StageCost
 from ckptplan.curve import plan_curve
 from ckptplan.explanation import explain
-from ckptplan.plan import Selective
+from ckptplan.nodes import Selective
 from ckptplan.planners import plan_checkpoints
-from ckptplan.profiles import ChainProfile, SelectiveOption, StageCost
+from ckptplan.profiles import ChainProfile
 from tests.planners import trees
 
 Make = Callable[..., ChainProfile]

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptplan.costs import StageCost
 from ckptplan.errors import InfeasibleTargetError
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import plan_checkpoints
-from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 from ckptplan.simulate import no_checkpoint_peak, simulate_plan
 
 Make = Callable[..., ChainProfile]

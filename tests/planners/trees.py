@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckptplan.costs import InputsLetGo, SelectiveOption, StageCost
 from ckptplan.planners.options import Option, OptionChain
-from ckptplan.profiles import BlockProfile, ChainProfile, InputsLetGo, SelectiveOption, StageCost
+from ckptplan.profiles import BlockProfile, ChainProfile
 
 Tree = int | tuple[Any, ...]  # block number: kept; tuple: recomputed children; (i,): block i by itself
 

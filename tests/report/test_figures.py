@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from ckptplan.costs import StageCost
 from ckptplan.curve import CurvePoint, PlanCurve, plan_curve
-from ckptplan.plan import CheckpointPlan, parse_plan_text
-from ckptplan.profiles import RegionProfile, StageCost
+from ckptplan.nodes import parse_plan_text
+from ckptplan.plan import CheckpointPlan
+from ckptplan.profiles import RegionProfile
 from ckptplan.report import figures as figures_module
 from ckptplan.report import steps
 from ckptplan.report.figures import RUN_FIGURES, Figures, make_figures, typical_run

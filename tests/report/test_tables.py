@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ckptplan.plan import CheckpointDecision, CheckpointPlan, Keep, PlanNode, Recompute, Selective
-from ckptplan.profiles import BlockProfile, ChainProfile, SelectiveOption, StageCost
+from ckptplan.costs import SelectiveOption, StageCost
+from ckptplan.nodes import Keep, PlanNode, Recompute, Selective
+from ckptplan.plan import CheckpointDecision, CheckpointPlan
+from ckptplan.profiles import BlockProfile, ChainProfile
 from ckptplan.record import (
     BudgetRecord,
     ErrorRecord,

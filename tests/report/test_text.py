@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ckptplan.plan import CheckpointPlan, Keep
+from ckptplan.nodes import Keep
+from ckptplan.plan import CheckpointPlan
 from ckptplan.report.__main__ import main
 from ckptplan.report.records import read_records
 from ckptplan.report.steps import timeline_of
