@@ -247,6 +247,7 @@ class RunConfig:
         oom_retries: how many tighter plans a step may try after running out of memory; 0: the run ends at once.
         eval_every, log_every: in optimizer steps; ``eval_every`` None evaluates at the end only.
         data_workers: processes that read batches ahead, 0: none.
+        shape_scan_s: seconds for which batches are read to find the largest, 0: the first is taken.
         margin_frac: share of the budget that is not planned for; None: 0 on a CPU, 0.01 on CUDA.
         report: write report.html at the end.
         cost: what the planner minimises, "time" (measured) or "flops" (exact counts).
@@ -264,6 +265,7 @@ class RunConfig:
     eval_every: int | None = None
     log_every: int = 10
     data_workers: int = 0
+    shape_scan_s: float = 10.0
     budget: str | None = None
     budget_frac: float | None = None
     budget_bytes: int | float | str | None = None
@@ -595,6 +597,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str, object]] = {
     "oom_retries": (lambda n: n >= 0, "0 or more", 5),
     "log_every": (lambda n: n >= 1, "1 or more", 10),
     "data_workers": (lambda n: 0 <= n <= _MOST_THREADS, f"0 to {_MOST_THREADS}", 2),
+    "shape_scan_s": (lambda s: 0 <= s < float("inf"), "seconds, 0 or more", 10),
     "eval_every": (lambda n: n >= 1, "1 or more, or null", 20),
     "clip_norm": (lambda norm: norm > 0, "a norm above 0, or null for no clipping", 1.0),
     "runtime.threads": (

@@ -198,6 +198,8 @@ class TrainingRecord:
 class BatchRecord:
     size: int | None = None  # samples of a micro-batch, of all ranks together; None: the data does not say
     accumulate: int | None = None
+    planned_shape: list[int] | None = None  # of the inputs that were measured and planned for
+    shapes_read: int | None = None  # batches that were looked at to find them; None: the data says which is the largest
     largest: int | None = None  # with batch=auto or largest: what was found, with samples per second as predicted
     fastest: int | None = None
     largest_samples_per_s: float | None = None

@@ -60,6 +60,7 @@ from ckptplan.errors import (
     StepMismatchError,
 )
 from ckptplan.footprint import StaticBytes, optimizer_step_bytes, room_of, static_bytes
+from ckptplan.largest_shapes import LargestShapes, find_largest, named_in, plan_for_all
 from ckptplan.nodes import Compiled, CompiledModel, Selective, blocks_of, nodes_text, parse_plan_text
 from ckptplan.optim import learning_rate_schedule
 from ckptplan.plan import CheckpointPlan
@@ -220,11 +221,13 @@ class Prepared:
     """What a run has before its blocks are measured.
 
     Attributes:
+        batch: the largest of the data, on the device.
         gradient_order: names of the parameters in the order of their gradients; empty with one process.
     """
 
     runtime: Runtime
     batch: Batch
+    shapes: LargestShapes
     selection: BlockSelection
     make_optimizer: Any
     trained: Trained
@@ -378,7 +381,7 @@ class _Run:
         runtime = self.choose_runtime()
         data = self.build_data()
         model = self.build_model(data, runtime)
-        batch = next(iter(data.epoch_batches(0)))
+        batch = self.find_shapes(data).batch
         make_optimizer = instantiate(self.config.optimizer, "optimizer")
         optimizer = call_partial(make_optimizer, self.config.optimizer, "optimizer", model.parameters())
         self.on_begin()
@@ -430,7 +433,8 @@ class _Run:
         if self.ranks.size > 1:
             data = SharedData(data, self.ranks)
         model = self.build_model(data, runtime)
-        batch = to_device(next(iter(data.epoch_batches(0))), runtime.device)
+        shapes = self.find_shapes(data)
+        batch = to_device(shapes.batch, runtime.device)
         self.require_fit(model, batch, runtime)
         selection = self.select_blocks(model, batch, runtime)
         self.check_given_plan(selection)
@@ -448,6 +452,7 @@ class _Run:
         return Prepared(
             runtime=runtime,
             batch=batch,
+            shapes=shapes,
             selection=selection,
             make_optimizer=make_optimizer,
             trained=trained,
@@ -519,6 +524,18 @@ class _Run:
                 "data_workers", workers, "only Linux can have processes that read", remedy="data_workers=0"
             )
         return data
+
+    def find_shapes(self, data: Any) -> LargestShapes:
+        """The batch to measure and to plan for: the largest that training reads."""
+        config, record = self.config, self.result.batch
+        shapes = find_largest(
+            data, steps=config.steps, accumulate=config.accumulate, limit_s=config.shape_scan_s,
+            check_stop=self.stop.check,
+        )  # fmt: skip
+        record.planned_shape, record.shapes_read = list(shapes.batch.inputs.shape), shapes.num_read
+        if shapes.has_several:
+            log.info("%s", shapes.text)
+        return shapes
 
     def build_model(self, data: Any, runtime: Runtime) -> nn.Module:
         is_absent = runtime.planned_for is not None
@@ -625,9 +642,26 @@ class _Run:
             units = sharding_units(planned.plan)
             self.result.engine.gathered_weights_bytes = sharding.most_gathered_bytes(units)
         else:
-            planned = make(profile, 0)
+            planned = self.plan_for_shapes(made, lambda reserve_bytes: make(profile, reserve_bytes))
         self.keep_plan(planned, profile, start_s)
         return planned, profile
+
+    def plan_for_shapes(self, made: Prepared, make: Callable[[int], PlannedRun]) -> PlannedRun:
+        """A plan for the largest batch of the data, and for others that are large in another way."""
+        runtime, notes = made.runtime, list[str]()
+
+        def peak_of(plan: CheckpointPlan, batch: Batch) -> int:
+            own = to_device(batch, runtime.device)
+            return verify_plan(made.trained.model, plan, own, _loss_fn_without_values(runtime, own)).peak_bytes
+
+        try:
+            planned = plan_for_all(made.shapes, make, peak_of, notes)
+        except InfeasibleTargetError as error:
+            raise named_in(error, made.shapes) from None
+        for note in notes:
+            log.info("%s", note)
+        self.result.notes += notes
+        return planned
 
     def note_target(self, profile: ChainProfile) -> None:
         target = self.config.target
@@ -675,12 +709,11 @@ class _Run:
     def certify(self, made: Prepared, plan: CheckpointPlan, profile: ChainProfile) -> Certificate:
         """How good the plan is, by solvers and by a dry run; and the whole trade-off that it is a point of."""
         certificate = certify(profile, plan)
-        batch, dtype = made.batch, made.runtime.autocast_dtype
-        count = max(count_targets(batch), 1)  # a value, which a dry run has none of
+        batch = made.batch
         try:
             if made.is_sharded:
                 raise DryRunError("it would not see the weights that are gathered")
-            found = verify_plan(made.trained.model, plan, batch, lambda m, b: summed_loss(m, b, dtype) / count)
+            found = verify_plan(made.trained.model, plan, batch, _loss_fn_without_values(made.runtime, batch))
             certificate = replace(
                 certificate,
                 dry_run_peak_bytes=found.peak_bytes,
@@ -937,3 +970,9 @@ class _Run:
 
 def _loss_fn(runtime: Runtime) -> LossFn:
     return lambda model, batch: loss_of(model, batch, runtime.autocast_dtype)
+
+
+def _loss_fn_without_values(runtime: Runtime, batch: Batch) -> LossFn:
+    """The loss of ``batch`` for a dry run: how many targets count is a value, which that has none of."""
+    count = max(count_targets(batch), 1)
+    return lambda model, given: summed_loss(model, given, runtime.autocast_dtype) / count

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from ckptplan.data import Batch
+from ckptplan.data import IGNORE_INDEX, Batch
 from ckptplan.data.dataset import Dataset
 from ckptplan.data.order import epoch_order, private_generator
 from ckptplan.data.spec import DataSpec
@@ -147,4 +147,23 @@ def noisy_samples(batch_size: int = 4, num_samples: int = 103, seed: int = 0) ->
         return Batch(base + 0.1 * torch.randn(base.shape) + 0.1 * shift, numbers % 3)
 
     spec = DataSpec("images", channels=1, image_size=4, classes=3)
-    return Dataset(spec, read, num_samples, 12, batch_size, seed)
+    return Dataset(spec, read, num_samples, 12, batch_size, seed, one_shape=True)
+
+
+def texts_of_many_lengths(
+    *, vocab_size: int, sequence_length: int, batch_size: int, seed: int = 0, **further: Any
+) -> Dataset:
+    """Texts of 2 to ``sequence_length`` tokens, padded to the longest of their batch; only the last one is as long."""
+    num_samples = 64
+    generator = private_generator(seed)
+    lengths = torch.randint(2, sequence_length // 2, (num_samples + 8,), generator=generator)
+    lengths[num_samples - 1] = sequence_length
+
+    def read(numbers: Tensor) -> Batch:
+        most = int(lengths[numbers].max())
+        tokens = (numbers[:, None] + torch.arange(most + 1)) % vocab_size
+        padded = torch.arange(most) >= lengths[numbers][:, None]
+        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].masked_fill(padded, IGNORE_INDEX))
+
+    spec = DataSpec("tokens", vocab_size=vocab_size, sequence_length=sequence_length)
+    return Dataset(spec, read, num_samples, 8, batch_size, seed)

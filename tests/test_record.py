@@ -42,7 +42,7 @@ DESIGN_KEYS = {
     "recompute_flops_ratio",
     "gradients": "checked reference max_abs_diff max_rel_diff bitwise_equal passed",
     "training": "steps first_loss last_loss samples_per_s tokens_per_s oom_recoveries",
-    "batch": "size accumulate largest fastest largest_samples_per_s fastest_samples_per_s",
+    "batch": "size accumulate planned_shape shapes_read largest fastest largest_samples_per_s fastest_samples_per_s",
     "state": "path step saved stall_s resumed_from resumed_step",
     "timing": "profile_s plan_s apply_s train_s total_s",
 }

@@ -27,6 +27,7 @@ class Dataset:
             streams of Python, NumPy and torch: they are seeded for each batch (``loading.py``).
         batch_size: samples per micro-batch; the last one of an epoch holds what is left.
         seed: with the epoch, decides the order of the training samples.
+        one_shape: no batch is larger than the first; False: not known, and a run looks at those that it will read.
         workers: processes that read batches ahead; 0: each is read in this process when it is asked for. The batches
             are the same.
     """
@@ -38,6 +39,7 @@ class Dataset:
     batch_size: int
     seed: int = 0
     workers: int = 0
+    one_shape: bool = False
 
     def __post_init__(self) -> None:
         require_int("batch_size", self.batch_size)

@@ -50,4 +50,4 @@ def handwritten_digits(
         return Batch(inputs=images[numbers].expand(-1, channels, -1, -1).contiguous(), targets=labels[numbers])
 
     spec = DataSpec("images", channels=channels, image_size=image_size, classes=classes)
-    return Dataset(spec, read, len(labels) - num_eval, num_eval, batch_size, seed)
+    return Dataset(spec, read, len(labels) - num_eval, num_eval, batch_size, seed, one_shape=True)

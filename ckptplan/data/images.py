@@ -47,4 +47,4 @@ def labelled_images(
         return Batch(inputs=patterns[labels] + noise_std * torch.stack(noise), targets=labels)
 
     spec = DataSpec("images", channels=channels, image_size=image_size, classes=classes)
-    return Dataset(spec, read, num_samples, num_eval_samples, batch_size, seed)
+    return Dataset(spec, read, num_samples, num_eval_samples, batch_size, seed, one_shape=True)

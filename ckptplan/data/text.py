@@ -146,4 +146,5 @@ def text_windows(
         num_eval_samples=min(num_eval, require_int("max_eval_samples", max_eval_samples, minimum=0)),
         batch_size=batch_size,
         seed=seed,
+        one_shape=True,
     )

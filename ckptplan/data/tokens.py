@@ -45,4 +45,4 @@ def synthetic_tokens(
         return Batch(inputs=samples[:, :-1].contiguous(), targets=samples[:, 1:].contiguous())
 
     spec = DataSpec("tokens", vocab_size=vocab_size, sequence_length=sequence_length)
-    return Dataset(spec, read, num_samples, num_eval_samples, batch_size, seed)
+    return Dataset(spec, read, num_samples, num_eval_samples, batch_size, seed, one_shape=True)

@@ -53,6 +53,7 @@ class SharedData:
         check_batch_divides(size, ranks.size)
         self.whole, self.ranks, self.batch_size, self.spec = data, ranks, size, data.spec
         self._reads_share = isinstance(data, Dataset)
+        self.one_shape = bool(getattr(data, "one_shape", False))
         self._data = replace(data, read=self._read_share) if isinstance(data, Dataset) else data
 
     def with_workers(self, workers: int) -> SharedData:
@@ -67,6 +68,12 @@ class SharedData:
     def epoch_batches(self, epoch: int, start: int = 0, **further: int) -> Iterator[Batch]:
         """This rank's share of each micro-batch of the epoch, from number ``start`` on."""
         return self._shares(self._data.epoch_batches(epoch, start=start, **further))
+
+    def largest_batch(self) -> Batch | None:
+        """This rank's share of the largest one, where the data says which that is."""
+        own = getattr(self.whole, "largest_batch", None)
+        batch = own() if callable(own) else None
+        return None if batch is None else _cut(batch, *bounds(len(batch.targets), self.ranks.rank, self.ranks.size))
 
     def eval_batches(self) -> Iterator[Batch]:
         """This rank's share of each evaluation batch."""
