@@ -878,7 +878,7 @@ class _Run:
             planned.plan,
             lambda plan: tighter_plan(profile, plan),
             device=trained.device,
-            tries=self.config.oom_retries if self.ranks.size == 1 else 0,  # one of several ranks cannot step back
+            tries=self.config.oom_retries if made.engine == "single" else 0,  # an engine's state cannot be stepped back
             on_taken=lambda plan: self.states.replan(stored_form(replace(planned, plan=plan), made_for)),
         )
         parallel = self.parallel(made, trained.model, planned.plan)

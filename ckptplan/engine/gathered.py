@@ -10,6 +10,8 @@ weights of the root (whatever is in no unit), which stay gathered from the first
                     before the step); gradients of the root that have come
     then            gradients G_j, the buffer R_j that they are copied to, W_(j-1)
 
+With one rank, releases of torch from 2.9 on communicate nothing: weights are copied, without a buffer and not ahead.
+
 Measured on gloo with torch 2.13 (tests/engine); other releases are held to it by ``prediction_error`` of a run.
 """
 
@@ -47,15 +49,19 @@ class Sharding:
         root: of all that lies in no block.
         root_gradients_before: per block, by the name of its module, bytes of the root's gradients that have come when
             its backward begins.
+        communicates: whether weights come through a buffer, and in the backward ahead of their block.
     """
 
     of_module: Mapping[str, UnitBytes]
     root: UnitBytes
     root_gradients_before: Mapping[str, int]
+    communicates: bool = True
 
     def most_gathered_bytes(self, units: Sequence[Sequence[str]]) -> int:
         """The most that weights and the buffers they are gathered into take at once: in a forward."""
         own = [self.of_unit(unit).weights_bytes for unit in units]
+        if not self.communicates:
+            return self.root.weights_bytes + max(own, default=0)
         pairs = zip([self.root.weights_bytes, *own], own, strict=False)
         return self.root.weights_bytes + max((earlier + 2 * now for earlier, now in pairs), default=0)
 
@@ -76,17 +82,20 @@ class _Around:
     later_gradients_bytes: int
     is_first_of_unit: bool
     gathered_earlier_bytes: int
+    communicates: bool
 
     def forward(self, peak_bytes: int) -> int:
+        if not self.communicates:
+            return peak_bytes + self.own.weights_bytes + self.root.weights_bytes
         gathered = 2 * self.own.weights_bytes
         return max(peak_bytes, self.gathered_earlier_bytes) + gathered + self.root.weights_bytes
 
     def backward(self, peak_bytes: int, incoming_bytes: int, outgoing_bytes: int) -> int:
         """``incoming_bytes``: alive when the weights are gathered; ``outgoing_bytes``: when gradients are scattered."""
         beside = self.root.weights_bytes + self.root_gradients_bytes
-        ahead, scattered = self.before.weights_bytes, self.behind.scattered_bytes
+        ahead, scattered = self.ahead_bytes, self.behind.scattered_bytes
         levels = [peak_bytes + self.later_gradients_bytes + self.own.weights_bytes + ahead + scattered]
-        levels.append(incoming_bytes + 2 * self.own.weights_bytes + scattered)
+        levels.append(incoming_bytes + (1 + self.communicates) * self.own.weights_bytes + scattered)
         if self.is_first_of_unit:
             levels.append(outgoing_bytes + self.own.gradients_bytes + self.own.scattered_bytes + ahead)
         return max(levels) + beside
@@ -94,7 +103,12 @@ class _Around:
     def running_again_bytes(self) -> int:
         """Beside a block that runs again in the backward."""
         beside = self.root.weights_bytes + self.root_gradients_bytes
-        return self.own.weights_bytes + self.before.weights_bytes + self.behind.scattered_bytes + beside
+        return self.own.weights_bytes + self.ahead_bytes + self.behind.scattered_bytes + beside
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Gathered in the backward for the unit that comes next."""
+        return self.before.weights_bytes if self.communicates else 0
 
 
 def with_gathered(profile: ChainProfile, sharding: Sharding, units: Sequence[Sequence[str]]) -> ChainProfile:
@@ -121,6 +135,7 @@ def with_gathered(profile: ChainProfile, sharding: Sharding, units: Sequence[Seq
             later_gradients_bytes=sum(sharding.of_module[name].gradients_bytes for name in later),
             is_first_of_unit=order == members[0],
             gathered_earlier_bytes=(bytes_of[number - 1] if number else sharding.root).weights_bytes,
+            communicates=sharding.communicates,
         )
         blocks.append(_block(profile, order, block, around))
     return replace(
@@ -148,7 +163,7 @@ def _block(profile: ChainProfile, order: int, block: BlockProfile, around: _Arou
     stopped, replayed = block.stopped_forward_peak_bytes, block.replayed_backward_peak_bytes
     before = block.before
     if before is not None:
-        beside = around.root.weights_bytes + around.before.weights_bytes
+        beside = around.root.weights_bytes + around.ahead_bytes
         before = _beside(before, beside, beside + around.own.scattered_bytes + around.root_gradients_bytes)
     return replace(
         block,
@@ -174,7 +189,7 @@ def _pre(region: RegionProfile | None, sharding: Sharding, units: Sequence[UnitB
     root = sharding.root
     come = max(sharding.root_gradients_before.values(), default=0)
     first = units[0].scattered_bytes if units else 0
-    found = _beside(region, 2 * root.weights_bytes, root.weights_bytes + first + come)
+    found = _beside(region, (1 + sharding.communicates) * root.weights_bytes, root.weights_bytes + first + come)
     scattering = root.gradients_bytes + root.scattered_bytes
     peak = max(found.cost.backward_peak_bytes, scattering)
     return replace(found, cost=replace(found.cost, backward_peak_bytes=peak))
@@ -184,5 +199,5 @@ def _post(region: RegionProfile | None, sharding: Sharding, units: Sequence[Unit
     """Head and loss: the weights of the last unit are gathered ahead of its backward."""
     if region is None:
         return None
-    last = units[-1].weights_bytes if units else 0
+    last = units[-1].weights_bytes if units and sharding.communicates else 0
     return _beside(region, sharding.root.weights_bytes, sharding.root.weights_bytes + last)

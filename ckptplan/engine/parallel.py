@@ -31,6 +31,7 @@ _COLLECTIVES_OF_FSDP2 = (
     "reduce_scatter_tensor",
     "reduce_scatter_single",
 )
+_ONE_RANK_COMMUNICATES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)  # FSDP2, with itself
 _GLOO_LETS_GO_S = 1.0  # the longest that its thread is waited for
 
 
@@ -215,4 +216,4 @@ def sharding_of(model: nn.Module, blocks: Sequence[str], order: Sequence[str], n
             before.setdefault(block_of[name], come)
         else:
             come += parameters[name].numel() * parameters[name].element_size()
-    return Sharding(of_module, bytes_of(rest), before)
+    return Sharding(of_module, bytes_of(rest), before, communicates=num_ranks > 1 or _ONE_RANK_COMMUNICATES)

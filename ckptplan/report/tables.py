@@ -222,13 +222,21 @@ def _headline(result: Mapping[str, Any]) -> Text:
     status = str(result["status"])
     text = Text(f"{status}", style="bold green" if status == "ok" else "bold red")
     plan = result["plan"]
-    what = f": {result['model']} on {result['data']}, {result['device']} {result['dtype']}, planner {result['planner']}"
+    where = f"{_ranks_words(result.get('engine') or {})}{result['device']} {result['dtype']}"
+    what = f": {result['model']} on {result['data']}, {where}, planner {result['planner']}"
     text.append(what, style="not bold default")
     if plan["kept"] is not None:
         part = f", {plan['selective']} kept in part" if plan["selective"] else ""
         part += f", {plan['compiled']} compiled" if plan.get("compiled") else ""
         text.append(f", {plan['kept']} blocks kept{part}, {plan['recomputed']} recomputed", style="not bold default")
     return text
+
+
+def _ranks_words(engine: Mapping[str, Any]) -> str:
+    if engine.get("kind") in (None, "single"):
+        return ""
+    count = engine["ranks"]
+    return f"{engine['kind']} on {count} {'rank' if count == 1 else 'ranks'}, "
 
 
 def _result_rows(result: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]:

@@ -8,7 +8,7 @@ directly into its tensors where that is all that loading means.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from ckptplan.state import reading
 from ckptplan.state.manifest import Manifest, RankPart, StoredItem, View
 from ckptplan.state.memory import available_bytes
 from ckptplan.state.merging import Finish, Request, merge
+from ckptplan.state.parallel import in_batches
 from ckptplan.state.resharder import DefaultResharder, Piece, Resharder
 from ckptplan.state.slicing import Slices
 from ckptplan.state.storage import Storage
@@ -263,7 +264,7 @@ class Load:
             source = self._buffers.get((part.rank, span), direct.get((part.rank, span)))
             if source is not None:
                 _copy_out(source, requests)
-        for batch in _batches(part, indirect):
+        for batch in in_batches(indirect, lambda span: part.spans[span].size_bytes, _COPY_BATCH_BYTES):
             places = {(part.rank, span): torch.empty(part.spans[span].size_bytes, dtype=torch.uint8) for span in batch}
             self._read_again(part, places)
             for span in batch:
@@ -299,19 +300,6 @@ def _copy_out(source: torch.Tensor, requests: list[Request]) -> None:
             np.copyto(request.target, _array_view(source, request.view))
         elif request.target.data_ptr() != source.data_ptr() or not _is_plain_memory(request):
             request.target.copy_(_tensor_view(source, request.view))
-
-
-def _batches(part: RankPart, spans: list[int]) -> Iterator[list[int]]:
-    batch: list[int] = []
-    size_bytes = 0
-    for span in spans:
-        batch.append(span)
-        size_bytes += part.spans[span].size_bytes
-        if size_bytes >= _COPY_BATCH_BYTES:
-            yield batch
-            batch, size_bytes = [], 0
-    if batch:
-        yield batch
 
 
 def _is_plain_memory(request: Request) -> bool:

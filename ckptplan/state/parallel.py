@@ -1,9 +1,9 @@
-"""A few threads over a list of work, the caller's own among them: it also goes on where no thread can be started."""
+"""Work in batches, and a few threads over it, the caller's own among them: it goes on where none can be started."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import TypeVar
 
 Work = TypeVar("Work")
@@ -39,6 +39,20 @@ def run_all(call: Callable[[Work], object], work: Iterable[Work], threads: int) 
         helper.join()
     if errors:
         raise errors[0]
+
+
+def in_batches(work: Iterable[Work], size_bytes: Callable[[Work], int], least_bytes: int) -> Iterator[list[Work]]:
+    """The work in its order, in lists of at least so many bytes each; the last one may have fewer."""
+    batch: list[Work] = []
+    total_bytes = 0
+    for piece in work:
+        batch.append(piece)
+        total_bytes += size_bytes(piece)
+        if total_bytes >= least_bytes:
+            yield batch
+            batch, total_bytes = [], 0
+    if batch:
+        yield batch
 
 
 def try_start(thread: threading.Thread) -> bool:

@@ -18,7 +18,7 @@ import xxhash
 
 from ckptplan.state.attempt import checksum
 from ckptplan.state.manifest import RankPart, StoredFile
-from ckptplan.state.parallel import run_all
+from ckptplan.state.parallel import in_batches, run_all
 from ckptplan.state.storage import ReadInto, Storage
 from ckptplan.units import MIB
 
@@ -78,7 +78,8 @@ def read_spans(
     readers = []
     work: list[tuple[_Reader, list[_Run]]] = []
     for number, spans in by_file.items():
-        batches = list(_batches(_runs(part, spans, least_bytes, most_bytes, ranges)))
+        runs = _runs(part, spans, least_bytes, most_bytes, ranges)
+        batches = list(in_batches(runs, lambda run: run.size_bytes, _PIECE_BYTES))
         wanted_bytes = sum(run.size_bytes for batch in batches for run in batch)
         sparse = wanted_bytes < _SPARSE_SHARE * part.files[number].size_bytes
         file = _OpenFile(storage, folder, part.files[number], users=max(1, len(batches)), sparse=sparse, check=check)
@@ -270,19 +271,6 @@ def _pieces(run: _Run, data: memoryview) -> Iterator[tuple[int, int, memoryview]
     for span, start, size in run.pieces:
         yield span, start, data[position : position + size]
         position += size
-
-
-def _batches(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
-    batch: list[_Run] = []
-    size = 0
-    for run in runs:
-        batch.append(run)
-        size += run.size_bytes
-        if size >= _PIECE_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 class _Reader:

@@ -15,6 +15,7 @@ import torch
 
 from ckptplan.state import reading
 from ckptplan.state.manifest import DTYPE_BYTES, RankPart, View
+from ckptplan.state.parallel import in_batches
 from ckptplan.state.resharder import Piece
 from ckptplan.state.storage import Storage
 from ckptplan.state.stored import StoredTensor, dense_strides
@@ -86,7 +87,7 @@ class Slices:
     def fill(self) -> list[str]:
         """Reads what is wanted into its places; returns what could not be read."""
         faults: list[str] = []
-        for batch in _batches(self._slices):
+        for batch in in_batches(self._slices, lambda each: each.size_bytes, _PASS_BYTES):
             pieces: dict[int, list[tuple[int, int, memoryview]]] = {}
             buffered: list[tuple[_Slice, torch.Tensor]] = []
             for each in batch:
@@ -130,19 +131,6 @@ def _box_of(tensor: torch.Tensor, begins: Sequence[int], offsets: Sequence[int],
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset - begin, size)
     return tensor
-
-
-def _batches(slices: list[_Slice]) -> Iterator[list[_Slice]]:
-    batch: list[_Slice] = []
-    size_bytes = 0
-    for each in slices:
-        batch.append(each)
-        size_bytes += each.size_bytes
-        if size_bytes >= _PASS_BYTES:
-            yield batch
-            batch, size_bytes = [], 0
-    if batch:
-        yield batch
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

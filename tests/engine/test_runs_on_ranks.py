@@ -28,7 +28,8 @@ ENDS_WITHIN_S = 60
 
 
 def start(folder: Path, *overrides: str, by: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    paths = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     where = () if any(text.startswith("resume=") for text in overrides) else (f"hydra.run.dir={folder}",)
     return subprocess.Popen(
         [sys.executable, *by, str(REPOSITORY / "train.py"), *TINY, *where, *overrides],
@@ -101,6 +102,47 @@ def test_saved_on_four_ranks_it_goes_on_on_two(tmp_path: Path, engine: str) -> N
     code, told = run(tmp_path / "alone", "steps=7", "state=off")
     assert code == 0, told
     assert losses(folder) == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_an_engine_on_one_rank_is_predicted_and_trains_as_one_process(tmp_path: Path, engine: str) -> None:
+    code, told = run(tmp_path / "run", f"engine={engine}", "engine.nproc=1", "steps=4", *SAVES)
+    assert code == 0, told
+    assert f"{engine} on 1 rank, cpu float32" in told
+    assert abs(load_result(tmp_path / "run")["memory"]["prediction_error"]) <= 0.01
+    code, told = run(tmp_path / "alone", "steps=4", "state=off")
+    assert code == 0, told
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_ranks_with_processes_that_read_and_a_shared_profile_train_the_same(tmp_path: Path, engine: str) -> None:
+    """The second run takes its profile from the first one's; one of its ranks measures for both in the first."""
+    shared = (f"engine={engine}", "engine.nproc=2", "steps=9", "state=off", f"profile.cache={tmp_path / 'profiles'}")
+    for name, more in (("first", ()), ("second", ("data_workers=1",))):
+        code, told = run(tmp_path / name, *shared, *more)
+        assert code == 0, told
+    assert load_result(tmp_path / "second")["profile"]["source"] == "shared"
+    assert len(list((tmp_path / "profiles").glob("*.json"))) == 1
+    assert losses(tmp_path / "second") == losses(tmp_path / "first")
+    plans = [(tmp_path / name / "plan.json").read_bytes() for name in ("first", "second")]
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_compiled_blocks_on_ranks(tmp_path: Path, engine: str) -> None:
+    """Order: plan, then compile, then sharding; a whole model as one graph is not for ranks and is left out."""
+    code, told = run(
+        tmp_path / "run", f"engine={engine}", "engine.nproc=2", "steps=2", "state=off", "planner=compile",
+        "budget_frac=0.9", "cost=time",
+    )  # fmt: skip
+    result = load_result(tmp_path / "run")
+    assert result["plan"]["compiled"] == 2, told
+    assert result["gradients"]["passed"]
+    assert code in (0, 4), told
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from ckptplan.plan import CheckpointDecision, CheckpointPlan
 from ckptplan.profiles import BlockProfile, ChainProfile
 from ckptplan.record import (
     BudgetRecord,
+    EngineRecord,
     ErrorRecord,
     GradientsRecord,
     LatencyRecord,
@@ -162,6 +163,11 @@ def full_result() -> RunResult:
 def test_the_result_table_has_what_was_predicted_beside_what_was_measured() -> None:
     lines = printed(result_table, full_result().to_dict())
     assert lines[0] == "ok: gpt on stdlib_text, cpu float32, planner dp, 1 blocks kept, 1 recomputed"
+    on_ranks = full_result()
+    on_ranks.engine = EngineRecord("ddp", 2)
+    assert printed(result_table, on_ranks.to_dict())[0].startswith(
+        "ok: gpt on stdlib_text, ddp on 2 ranks, cpu float32,"
+    )
     assert row(lines, "budget").startswith("budget 10.00 MiB budget_frac = 0.5")
     assert row(lines, "peak with the plan").startswith("peak with the plan 9.00 MiB 9.00 MiB within budget;")
     assert row(lines, "peak without") == "peak without 20.00 MiB 21.00 MiB"
