@@ -696,7 +696,7 @@ def _check_engine(config: RunConfig) -> None:
     engine, batch_size = config.engine, config.data.get("batch_size")
     check_choice("engine.kind", engine.kind, ENGINES)
     if engine.tp != 1:
-        problem = "tensor parallel meshes are not there yet"
+        problem = "runs have no tensor parallel meshes; a loop of your own can: docs/distributed.md"
         raise config_error("engine.tp", engine.tp, problem, remedy="engine=fsdp2 engine.tp=1")
     if engine.kind == "single":
         if engine.nproc not in (None, 1):

@@ -45,11 +45,12 @@ def plans_of(name: str) -> dict[str, tuple[str, float] | str]:
 
 
 def make_model(name: str) -> nn.Module:
+    """In float64, so that what is left of a difference is rounding and nothing else."""
     torch.manual_seed(0)
     if name == "gpt":
-        return GPT(vocab_size=VOCABULARY, sequence_length=LENGTH, layers=4, width=32, heads=4)
+        return GPT(vocab_size=VOCABULARY, sequence_length=LENGTH, layers=4, width=32, heads=4).double()
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return HFModel(model_type="llama", config={"num_hidden_layers": 4, **sizes}, vocab_size=VOCABULARY)
+    return HFModel(model_type="llama", config={"num_hidden_layers": 4, **sizes}, vocab_size=VOCABULARY).double()
 
 
 def styles_of(name: str, model: nn.Module) -> dict[str, Any]:

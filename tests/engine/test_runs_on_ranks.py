@@ -164,7 +164,10 @@ def test_ranks_of_torchrun_make_one_folder_and_a_signal_to_one_stops_all_at_the_
     ("overrides", "message"),
     [
         (("engine=ddp", "engine.nproc=3"), "data.batch_size=8: it is the size over all ranks"),
-        (("engine=fsdp2", "engine.nproc=2", "engine.tp=2"), "engine.tp=2: tensor parallel meshes are not there yet"),
+        (
+            ("engine=fsdp2", "engine.nproc=2", "engine.tp=2"),
+            "engine.tp=2: runs have no tensor parallel meshes; a loop of your own can: docs/distributed.md",
+        ),
         (("engine.nproc=2",), "engine.nproc=2: engine=single is one process"),
         (("engine=fsdp2", "engine.nproc=2", "runtime.dtype=fp16_mixed"), "no loss scaling over shards"),
         (("engine=dpp",), "engine=dpp: there is no such option"),
