@@ -29,7 +29,8 @@ from ckptplan.planners import plan_checkpoints
 from ckptplan.profiles import ChainProfile
 from ckptplan.proof import is_out_of_memory
 from ckptplan.randomness import GlobalStreams
-from ckptplan.training import TrainSettings, accumulate_gradients
+from ckptplan.smaller_batches import let_go
+from ckptplan.training import TrainSettings, accumulate_gradients, update_weights
 from ckptplan.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class Recovery:
                 if not is_out_of_memory(error):
                     raise
                 taken = self._instead_of(self.plan, error)
-                _let_go(error)
+                let_go(error)
             else:
                 self._before.learn()
                 return loss
@@ -170,24 +171,17 @@ class Recovery:
 
 
 def phase_of(error: BaseException) -> str:
-    """ "backward" where the error came out of autograd's engine, else "forward"."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return "backward" if any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in frames) else "forward"
+    """ "backward" where the error came out of autograd's engine, "optimizer step" out of that, else "forward"."""
+    names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if "_engine_run_backward" in names:
+        return "backward"
+    return "optimizer step" if update_weights.__name__ in names else "forward"
 
 
 def _note(error: BaseException, tightened: list[Tightened], *more: str) -> None:
     tried = [f"{format_bytes(each.refused.predicted_peak_bytes)} ({each.phase})" for each in tightened]
     told = [f"plans that did not fit before: {', '.join(tried)}"] if tried else []
     error.args = ("; ".join([str(error).partition("\n")[0], *told, *more]),)
-
-
-def _let_go(error: BaseException) -> None:
-    """The frames of a failed step hold its tensors; nothing of them is needed any more."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen.__traceback__ = None
-        seen = seen.__cause__ or seen.__context__
 
 
 # --- what a step changes before its update ---

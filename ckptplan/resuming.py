@@ -355,6 +355,11 @@ class RunStates:
         """States hold this plan from now on."""
         self._plan = plan
 
+    def newest(self) -> str | None:
+        """Where the newest state is that is durable, that which is being saved waited for; None: there is none."""
+        self._settle()
+        return self.record.path
+
     def after_step(self, position: Position, figures: dict[str, float]) -> None:
         """Save, if it is time to."""
         self._figures = figures

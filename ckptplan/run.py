@@ -26,7 +26,7 @@ from ckptplan.blocks import BlockSelection, select_blocks
 from ckptplan.budget import PlannedRun, plan_for_budget
 from ckptplan.certificate import Certificate, certify
 from ckptplan.compiling import require_compiler
-from ckptplan.config import RunConfig, config_error, config_hash, config_yaml
+from ckptplan.config import RunConfig, config_error, config_hash, config_yaml, shell_override
 from ckptplan.curve import plan_curve
 from ckptplan.data import Batch
 from ckptplan.data.dataset import Dataset
@@ -73,7 +73,6 @@ from ckptplan.record import (
     EngineRecord,
     ErrorRecord,
     LatencyRecord,
-    PlanRecord,
     RankRecord,
     RunRecorder,
     RunResult,
@@ -83,7 +82,7 @@ from ckptplan.record import (
     load_metrics,
     write_atomic,
 )
-from ckptplan.recovery import Recovery, tighter_plan
+from ckptplan.recovery import Recovery, Tightened, phase_of, tighter_plan
 from ckptplan.report.page import try_write_report
 from ckptplan.report.records import is_job_of_sweep
 from ckptplan.report.tables import footprint_table, plan_table, result_table
@@ -94,6 +93,7 @@ from ckptplan.run_profile import compiled_budgets, profile_blocks_of_run, stored
 from ckptplan.run_records import (
     decision_word,
     gradients_record,
+    plan_record,
     predicted_overhead_ratio,
     recompute_flops_ratio,
     short_name,
@@ -102,6 +102,7 @@ from ckptplan.run_records import (
 from ckptplan.runs import describe_changes, remember_typed, without
 from ckptplan.runtime import Runtime, choose_runtime
 from ckptplan.simulate import PlanCost, no_checkpoint_peak, simulate_plan
+from ckptplan.smaller_batches import let_go
 from ckptplan.stopping import StopFlag
 from ckptplan.subject import LossFn, Trials
 from ckptplan.targets import call_partial, instantiate
@@ -290,16 +291,31 @@ def _ended(result: RunResult, stop: StopFlag, states: RunStates, ranks: Ranks) -
             raise RankFailedError(earlier.message) from error
         if is_out_of_memory(error):
             result.status, result.error = "oom", ErrorRecord(type(error).__name__, str(error).partition("\n")[0])
-            log.error("%s", _out_of_memory_report(result))
+            log.error("%s", _out_of_memory_report(result, phase_of(error), states.newest()))
             return
         result.status, result.error = "failed", ErrorRecord(type(error).__name__, str(error))
         raise
 
 
-def _out_of_memory_report(result: RunResult) -> str:
+def _out_of_memory_report(result: RunResult, phase: str, newest: str | None) -> str:
     memory = result.memory
+    go_on = (
+        "" if newest is None else f". The newest state is whole; to go on from it: {shell_override('resume', newest)}"
+    )
+    if phase == "optimizer step":
+        return (
+            "out of memory in the optimizer's own step, in which some weights may have been updated already, so that "
+            f"no tighter plan helps: its temporaries stand beside weights {format_bytes(memory.weights_bytes)}, "
+            f"gradients {format_bytes(memory.gradients_bytes)} and its state "
+            f"{format_bytes(memory.optimizer_bytes)}. Use an optimizer with less state, or fused=true{go_on}"
+        )
     if memory.predicted_peak_bytes is None:
-        return "out of memory while the blocks were measured, before there was a plan; use a smaller data.batch_size"
+        return (
+            "out of memory while the blocks were measured, before there was a plan: measuring holds a second set of "
+            f"weights ({format_bytes(memory.weights_bytes)}) and gradients. Use a smaller data.batch_size with more "
+            "accumulate, or a half precision format (runtime.dtype=bfloat16); runtime=h200 plan_only=true, or another "
+            "device there, tells what would fit without one"
+        )
     measured = "never measured"
     if memory.measured_peak_bytes is not None:
         measured = f"measured as {format_bytes(memory.measured_peak_bytes)}"
@@ -307,7 +323,7 @@ def _out_of_memory_report(result: RunResult) -> str:
         f"out of memory: the plan's activation peak was predicted as {format_bytes(memory.predicted_peak_bytes)} and "
         f"{measured}; weights {format_bytes(memory.weights_bytes)}, gradients "
         f"{format_bytes(memory.gradients_bytes)} and optimizer state {format_bytes(memory.optimizer_bytes)} stand "
-        "beside it. Use a smaller budget or data.batch_size"
+        f"beside it. Use a smaller budget or data.batch_size{go_on}"
     )
 
 
@@ -369,7 +385,7 @@ class _Run:
         if self.config.plan_only:
             self.result.status = "ok" if planned.plan.feasible else "over_budget"
             return
-        proof = self.prove(made, planned.plan)
+        planned, proof, certificate = self.prove_or_tighten(made, planned, profile, certificate)
         if certificate is not None:
             replace(certificate, measured_peak_bytes=proof.peak_bytes).save(self.folder / "certificate.json")
         summary = self.train(made, planned, profile, made_for, streams)
@@ -679,22 +695,19 @@ class _Run:
         memory.no_checkpoint_predicted_peak_bytes = plan.no_checkpoint_peak_bytes
         memory.predicted_peak_bytes, memory.peak_at = plan.predicted_peak_bytes, plan.predicted_peak_at
         memory.smallest_reachable_bytes = planned.smallest_reachable_bytes
-        self.result.plan = PlanRecord(
-            text=plan.text,
-            digest=plan.digest,
-            solve_s=planned.solve_s,
-            kept=plan.kept,
-            recomputed=plan.recomputed,
-            selective=plan.selective,
-            compiled=plan.compiled,
-            optimality_gap=plan.optimality_gap,
-        )
+        self.result.plan = plan_record(planned)
         cost = simulate_plan(profile, plan)
         self.result.latency.predicted_overhead_ratio = predicted_overhead_ratio(profile, cost)
         self.result.latency.recompute_flops_ratio = recompute_flops_ratio(profile, cost)
         plan.save(self.folder / "plan.json")
         plan_table(profile, plan, self.console, planner=self.config.planner.name)
         self._track_plan(profile, plan, cost)
+
+    def keep_taken(self, planned: PlannedRun, made_for: dict[str, Any]) -> None:
+        """The tighter plan that training goes on with; measured figures stay those of the plan that was proven."""
+        self.states.replan(stored_form(planned, made_for))
+        self.result.plan = plan_record(planned)
+        planned.plan.save(self.folder / "plan.json")
 
     def certify_if_eager(self, made: Prepared, plan: CheckpointPlan, profile: ChainProfile) -> Certificate | None:
         if not self.ranks.is_first:
@@ -750,6 +763,27 @@ class _Run:
             curve = plan_curve(profile, nested=False, cost=self.config.cost)  # type: ignore[arg-type]  # checked by load_config
             points = [(point.peak_bytes / 2**20, float(point.cost)) for point in curve.points]
             self.tracker.curve("tradeoff", ("peak MiB", "added"), points)
+
+    def prove_or_tighten(
+        self, made: Prepared, planned: PlannedRun, profile: ChainProfile, certificate: Certificate | None
+    ) -> tuple[PlannedRun, StepProof, Certificate | None]:
+        """The proof of the plan, or of a tighter one where its step runs out of memory, as in training."""
+        tries = self.config.oom_retries if made.engine == "single" else 0
+        while True:
+            try:
+                return planned, self.prove(made, planned.plan), certificate
+            except Exception as error:
+                tighter = tighter_plan(profile, planned.plan) if tries and is_out_of_memory(error) else None
+                if tighter is None:
+                    raise
+                tries -= 1
+                change = Tightened("the proof", planned.plan, tighter, str(error).partition("\n")[0])
+                let_go(error)
+            log.warning("%s", change.text)
+            self.result.notes.append(change.text)
+            planned = replace(planned, plan=tighter, note=None)
+            self.keep_plan(planned, profile, time.perf_counter())
+            certificate = self.certify_if_eager(made, tighter, profile)
 
     def prove(self, made: Prepared, plan: CheckpointPlan) -> StepProof:
         model, batch, runtime = made.trained.model, made.batch, made.runtime
@@ -879,7 +913,7 @@ class _Run:
             lambda plan: tighter_plan(profile, plan),
             device=trained.device,
             tries=self.config.oom_retries if made.engine == "single" else 0,  # an engine's state cannot be stepped back
-            on_taken=lambda plan: self.states.replan(stored_form(replace(planned, plan=plan), made_for)),
+            on_taken=lambda plan: self.keep_taken(replace(planned, plan=plan), made_for),
         )
         parallel = self.parallel(made, trained.model, planned.plan)
         if made.is_sharded:

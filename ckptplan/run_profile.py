@@ -27,6 +27,7 @@ from ckptplan.profile_cache import SharedProfile, profile_key, shared_profile
 from ckptplan.profiles import ChainProfile, name_some
 from ckptplan.record import ProfileRecord, RunResult
 from ckptplan.runtime import Runtime
+from ckptplan.smaller_batches import profile_or_scale
 from ckptplan.subject import LossFn
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,12 @@ def profile_blocks_of_run(
         model_budgets = ()  # it would make all gradients, or gather all weights, at once
 
     def measure() -> ChainProfile:
+        found = profile_or_scale(measure_batch, batch)
+        if found.note is not None:
+            result.notes.append(found.note)
+        return found.profile
+
+    def measure_batch(batch: Batch) -> ChainProfile:
         told = ", each kind compiled in several ways, which can take minutes" if budgets else ""
         log.info("profiling %d blocks%s ...", len(selection.blocks), told)
         return profile_model(

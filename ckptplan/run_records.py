@@ -6,10 +6,11 @@ import statistics
 from typing import Any
 
 from ckptplan.benchmark import percentile
+from ckptplan.budget import PlannedRun
 from ckptplan.plan import CheckpointDecision
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 from ckptplan.proof import GradientCheck
-from ckptplan.record import GradientsRecord, StepTimes
+from ckptplan.record import GradientsRecord, PlanRecord, StepTimes
 from ckptplan.simulate import PlanCost
 
 
@@ -25,6 +26,21 @@ def decision_word(decision: CheckpointDecision, *, is_compiled: bool) -> str:
 def short_name(node: dict[str, Any]) -> str:
     """The class or function that a config node names, without its module."""
     return str(node["_target_"]).rpartition(".")[2]
+
+
+def plan_record(planned: PlannedRun) -> PlanRecord:
+    """The plan and what it decides."""
+    plan = planned.plan
+    return PlanRecord(
+        text=plan.text,
+        digest=plan.digest,
+        solve_s=planned.solve_s,
+        kept=plan.kept,
+        recomputed=plan.recomputed,
+        selective=plan.selective,
+        compiled=plan.compiled,
+        optimality_gap=plan.optimality_gap,
+    )
 
 
 def gradients_record(check: GradientCheck | None, note: str | None) -> GradientsRecord:

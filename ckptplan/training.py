@@ -287,7 +287,7 @@ def _optimizer_step(
     loss_is_finite = loss is None or math.isfinite(loss)
     is_finite = loss_is_finite and math.isfinite(grad_norm)
     if is_finite:
-        scaler.step(optimizer) if scaler else optimizer.step()
+        update_weights(optimizer, scaler)
     if scaler:
         scaler.update()
     optimizer.zero_grad(set_to_none=not model.keeps_gradients)
@@ -295,6 +295,11 @@ def _optimizer_step(
     # With a scaler, overflowing gradients of a finite loss are how it finds its scale, until the scale is gone.
     backed_off = scaler is not None and loss_is_finite and not is_finite and scaler.get_scale() >= 1.0
     return _Step(loss, grad_norm, is_finite, backed_off)
+
+
+def update_weights(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+    """The optimizer's own step. What fails in it leaves weights behind of which some are updated."""
+    scaler.step(optimizer) if scaler else optimizer.step()
 
 
 def _clip(optimizer: torch.optim.Optimizer, clip_norm: float | None) -> float:

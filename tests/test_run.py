@@ -306,6 +306,7 @@ class TestEnds:
         taken = CheckpointPlan.from_json(found["plan"]["json"])
         assert taken.predicted_peak_bytes <= 0.9 * result["memory"]["predicted_peak_bytes"], "what resumes has it too"
         assert note.endswith(taken.text)
+        assert result["plan"]["text"] == CheckpointPlan.load(folder / "plan.json").text == taken.text
 
     def test_without_retries_out_of_memory_ends_the_run(self, run, monkeypatch) -> None:
         fail_in_step(monkeypatch, 2)
