@@ -288,7 +288,8 @@ class Anatomy:
     """Which memory the model's own variables hold at which time.
 
     Attributes:
-        behind: per stage but the last, what is alive behind it without autograd; in the order in which it was made.
+        behind: per stage but the last, what is alive behind it without autograd, or held by a part of the graph that
+            goes before the loss is there; in the order in which it was made.
         is_empty: per even stage whether it runs no operator at all.
         taken, given: per call the memory of its boundary's and of its output's distinct storages; None: it stands
             before the step.
@@ -323,11 +324,16 @@ def find_anatomy(skeleton: Skeleton) -> Anatomy:
     with torch.autograd.graph.saved_tensors_hooks(watcher.saved, _never):
         with watcher:
             step = skeleton.forward(watcher.mark, watcher.called)
+        watcher.note_what_is_saved()
         step.loss = None
     return watcher.anatomy
 
 
-def _never(_: Any) -> torch.Tensor:
+class _Saved:
+    """Stands in the graph for a tensor that autograd would save there; gone with that part of the graph."""
+
+
+def _never(_: _Saved) -> torch.Tensor:
     raise AssertionError("this forward has no backward")
 
 
@@ -338,6 +344,8 @@ class _Watcher(TorchDispatchMode):
         self.stage = 0
         self.has_run = False  # an operator, in this stage
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, Holding] = weakref.WeakKeyDictionary()
+        self._saved: list[tuple[weakref.ref[_Saved], Holding, int]] = []  # with the stage
+        self._in_graph: list[tuple[list[Holding], list[int]]] = []  # per list of ``behind``, of those the ones there
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -360,10 +368,23 @@ class _Watcher(TorchDispatchMode):
         if self.stage:
             self.anatomy.behind.append(self._alive())
 
-    def saved(self, tensor: torch.Tensor) -> None:
-        holding = self._known.get(tensor.untyped_storage())
+    def saved(self, tensor: torch.Tensor) -> _Saved:
+        holding, stands = self._known.get(tensor.untyped_storage()), _Saved()
         if holding is not None and self.stage % 2 == 0:
-            holding.saved_by.add(self.stage)
+            self._saved.append((weakref.ref(stands), holding, self.stage))
+        return stands
+
+    def note_what_is_saved(self) -> None:
+        """Of what was saved, what the loss still holds: a result that nobody uses goes, and its graph with it."""
+        gone = set()
+        for number, (stands, holding, stage) in enumerate(self._saved):
+            if stands() is None:
+                gone.add(number)
+            else:
+                holding.saved_by.add(stage)
+        for behind, numbers in self._in_graph:
+            held = {id(h) for h in behind} | {id(self._saved[number][1]) for number in numbers if number in gone}
+            behind[:] = [h for h in self.anatomy.holdings if h.size_bytes and id(h) in held]
 
     def mark(self, name: str) -> None:
         kind = name.split(" ")[0]
@@ -393,4 +414,7 @@ class _Watcher(TorchDispatchMode):
         return self._known.get(tensor.untyped_storage())
 
     def _alive(self) -> list[Holding]:
-        return [h for h in self.anatomy.holdings if h.size_bytes and h.storage() is not None]
+        found = [h for h in self.anatomy.holdings if h.size_bytes and h.storage() is not None]
+        in_graph = [number for number, (stands, _, _) in enumerate(self._saved) if stands() is not None]
+        self._in_graph.append((found, in_graph))
+        return found
