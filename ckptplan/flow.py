@@ -8,9 +8,10 @@ variables hold there, passed on through the stages that do not touch it.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from ckptplan.stages import GradientLayout, Letting, SharedGradient, count_flops
 from ckptplan.subject import Subject, Trials
 from ckptplan.tied import SharedWeights, require_copies_of_their_own, used_by_block
 from ckptplan.trace import BlockCall, trace_subject
-from ckptplan.trees import storage_key
+from ckptplan.trees import storage_key, tensors_in
 
 
 def measure_any(
@@ -137,89 +138,115 @@ def _ignore(name: str) -> None:
 
 
 Place = tuple[int, int]  # a call, and a position in its boundary
-GradientLayouts = dict[Place, SharedGradient | None]
+_FIRST_APART = 1_000_000
 
 
 @dataclass(frozen=True)
+class _Sent:
+    """A gradient that the model's own code sends along an edge of the graph (to an output of a node)."""
+
+    edge: tuple[Any, int]
+    memory: int  # by ``storage_key``
+    layout: SharedGradient | None
+
+
+@dataclass
 class _LaterUses:
     """What else takes the inputs of calls, and so sends a part of their gradient before the call's own backward.
 
     Attributes:
         by_calls: per input the later calls that take the same tensor.
-        by_model: inputs that the model's own code takes behind the call (a loss on hidden states), and how the part of
-            the gradient that comes from there lies in memory. Where it is memory of the gradient that comes to the call
-            itself (``x + block(x)``), it is none of its own and is left out.
+        by_model: per input that the model's own code takes too (a loss on hidden states, ``x + block(x)``), what has
+            come from there.
+        arriving: per call the memory of the gradients that come to its output, with the output's position.
+        held: per call the positions of those gradients that somebody holds on to for another purpose than ``by_model``.
     """
 
-    by_calls: dict[Place, list[Place]]
-    by_model: GradientLayouts
+    by_calls: dict[Place, list[Place]] = field(default_factory=dict)
+    by_model: dict[Place, list[_Sent]] = field(default_factory=dict)
+    arriving: dict[int, dict[int, int]] = field(default_factory=dict)
+    held: dict[int, set[int]] = field(default_factory=dict)
 
     @staticmethod
     def of(skeleton: Skeleton) -> _LaterUses:
+        uses = _LaterUses()
         seen: dict[int, list[Place]] = {}
-        taken: dict[Place, torch.Tensor] = {}  # held, so that no identity is given twice
+        edges: dict[Place, tuple[Any, int]] = {}
+        taken: list[torch.Tensor] = []  # held, so that no identity is given twice
 
         def note(number: int, boundary: list[torch.Tensor], output: object) -> None:
+            taken.extend(boundary)
             for position, tensor in enumerate(boundary):
-                taken[number, position] = tensor
                 seen.setdefault(id(tensor), []).append((number, position))
+                edges[number, position] = (tensor.grad_fn, tensor.output_nr)
 
         step = skeleton.forward(_ignore, note)
-        by_calls = {place: places[i + 1 :] for places in seen.values() for i, place in enumerate(places)}
-        nodes = _nodes(step.loss)
-        arriving: dict[int, set[int]] = {}
-        parts: dict[Place, list[tuple[int, SharedGradient | None]]] = {}
-        for node in nodes:
-            if (number := left_call(node)) is not None:
-                _note_arriving(node, arriving.setdefault(number, set()))
-        users = _users(nodes)
-        for place, tensor in taken.items():
-            edge = (tensor.grad_fn, tensor.output_nr)
-            for node in _own_code_behind(place[0], users.get(edge, ())):
-                _note_part(node, edge, parts.setdefault(place, []))
+        uses.by_calls = {place: places[i + 1 :] for places in seen.values() for i, place in enumerate(places)}
+        sent: list[_Sent] = []
+        for node in _nodes(step.loss):
+            if left_call(node) is not None:
+                _when_reached(node, uses, edges, sent)
+            elif entered_call(node) is None and hasattr(node, "next_functions"):
+                _note_sent(node, sent)
         step.backward()
-        return _LaterUses(by_calls, {p: _layout(found) for p, found in parts.items() if _is_own(found, arriving[p[0]])})
+        return uses
+
+    def waiting_at(self, place: Place, arriving: GradientLayout, call: BlockCall) -> SharedGradient | None:
+        """How the one part from the model's own code lies: maybe in memory of a gradient that comes to the call."""
+        (part,) = self.by_model[place]
+        position = self.arriving[place[0]].get(part.memory)
+        if position is None:
+            return _apart(part.layout, place[1])
+        output = list({id(t): t for t in tensors_in(call.output)}.values())[position]
+        shared = arriving[position] or _whole(output, max((g.storage for g in arriving.values() if g), default=-1) + 1)
+        arriving[position] = shared
+        own = part.layout or _whole(call.boundary[place[1]], 0)
+        return replace(own, storage=shared.storage, storage_bytes=shared.storage_bytes)
 
 
-def _own_code_behind(call: int, users: Sequence[Any]) -> list[Any]:
-    """Nodes that are no call's and were made behind this one's entry: the youngest run first."""
-    entry = [node for node in users if entered_call(node) == call]
-    own_code = [node for node in users if entered_call(node) is None]
-    return [node for node in own_code if entry and node._sequence_nr() > entry[0]._sequence_nr()]
+def _when_reached(node: Any, uses: _LaterUses, edges: Mapping[Place, tuple[Any, int]], sent: Sequence[_Sent]) -> None:
+    """As the gradients come to a call: what was sent before waits, for its inputs or for somebody else."""
+    number = node.number
+    own = {edge: place for place, edge in edges.items() if place[0] == number}
+
+    def note(gradients: Sequence[torch.Tensor | None]) -> None:
+        present = [(p, g) for p, g in zip(node.positions, gradients, strict=True) if g is not None]
+        uses.arriving[number] = {storage_key(g): p for p, g in present}
+        for part in sent:
+            if part.edge in own:
+                uses.by_model.setdefault(own[part.edge], []).append(part)
+            elif part.memory in uses.arriving[number] and part.edge[0] is not node and _is_to_come(part.edge[0], node):
+                uses.held.setdefault(number, set()).add(uses.arriving[number][part.memory])
+
+    node.register_prehook(note)
 
 
-def _note_arriving(node: Any, into: set[int]) -> None:
-    node.register_prehook(lambda gradients: into.update(storage_key(g) for g in gradients if g is not None))
+def _is_to_come(node: Any, now: Any) -> bool:
+    """Whether a node runs later than the one that runs now: the youngest come first."""
+    return node is not None and bool(node._sequence_nr() < now._sequence_nr())
 
 
-def _note_part(node: Any, edge: tuple[Any, int], into: list[tuple[int, SharedGradient | None]]) -> None:
-    """The memory of what the node sends along an edge, and how it lies there."""
-    position = node.next_functions.index(edge)
+def _note_sent(node: Any, into: list[_Sent]) -> None:
+    edges = node.next_functions
 
-    def note(sent: Sequence[torch.Tensor | None], _: object) -> None:
-        gradient = sent[position]
-        if gradient is not None:
-            into.append((storage_key(gradient), layout_of([gradient])[0]))
+    def note(gradients: Sequence[torch.Tensor | None], _: object) -> None:
+        for edge, gradient in zip(edges, gradients, strict=True):
+            if gradient is not None:
+                into.append(_Sent(edge, storage_key(gradient), layout_of([gradient])[0]))
 
     node.register_hook(note)
 
 
-def _is_own(parts: Sequence[tuple[int, SharedGradient | None]], arriving: Collection[int]) -> bool:
-    return len(parts) > 1 or any(key not in arriving for key, _ in parts)
+def _apart(layout: SharedGradient | None, position: int) -> SharedGradient | None:
+    """With a number of its own for the storage; those of the gradients that come to a call count from 0."""
+    return layout and replace(layout, storage=_FIRST_APART + position)
 
 
-def _layout(parts: Sequence[tuple[int, SharedGradient | None]]) -> SharedGradient | None:
-    """A single part lies as it was sent; several have been added up in memory of their own."""
-    return parts[0][1] if len(parts) == 1 else None
-
-
-def _users(nodes: Sequence[Any]) -> dict[tuple[Any, int], list[Any]]:
-    """Per output of each node of a graph, those that send it a gradient."""
-    users: dict[tuple[Any, int], list[Any]] = {}
-    for node in nodes:
-        for following in getattr(node, "next_functions", ()):
-            users.setdefault(following, []).append(node)
-    return users
+def _whole(tensor: torch.Tensor, storage: int) -> SharedGradient:
+    """A gradient of the tensor's shape that fills a storage."""
+    shape = tensor.shape
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return SharedGradient(storage, tensor.numel() * tensor.element_size(), stride, 0)
 
 
 def _examine_calls(
@@ -233,17 +260,26 @@ def _examine_calls(
     for number in reversed(range(len(skeleton.calls))):
         module, call, arrival = subject.modules[number], skeleton.calls[number], arrivals[number]
         observation = observe_block(module, call, subject.device)
-        layout = arrival.layout or None
+        layout = dict(arrival.layout) or None
         waiting: GradientLayout = {}
         for position in range(len(call.boundary) if layout else 0):
-            parts = [handed_back[n][p] for n, p in later.by_calls[number, position] if p in handed_back[n]]
-            if (number, position) in later.by_model:
-                parts.append(later.by_model[number, position])
-            if parts:  # a single part lies as it was handed back; several have been added up in memory of their own
-                waiting[position] = parts[0] if len(parts) == 1 else None
-        key = kind_key(module, call, layout, observation, arrival.pinned, waiting)
+            place = number, position
+            parts = [handed_back[n][p] for n, p in later.by_calls[place] if p in handed_back[n]]
+            of_model = len(later.by_model.get(place, ()))
+            if parts or of_model:  # one part lies as it was sent; several have been added up in memory of their own
+                waiting[position] = None
+                if len(parts) + of_model == 1:
+                    assert layout is not None
+                    waiting[position] = _apart(parts[0], position) if parts else later.waiting_at(place, layout, call)
+        also_waiting = {g.storage for g in waiting.values() if g} & {g.storage for g in (layout or {}).values() if g}
+        pinned = tuple(
+            p
+            for p in arrival.pinned
+            if p in later.held.get(number, ()) or not (layout and (g := layout[p]) and g.storage in also_waiting)
+        )
+        key = kind_key(module, call, layout, observation, pinned, waiting)
         if key not in kinds:
-            kinds[key] = examine(module, call, observation, subject.device, layout, arrival.pinned, waiting)
+            kinds[key] = examine(module, call, observation, subject.device, layout, pinned, waiting)
         handed_back[number] = kinds[key].handed_back
         keys.insert(0, key)
     return kinds, keys
@@ -253,7 +289,9 @@ def _waiting_inputs_bytes(kind: Kind) -> int:
     """Of what has come for the inputs' gradients already: it stands in the kind's own figures."""
     boundary = kind.call.boundary
     own = sum(boundary[p].numel() * boundary[p].element_size() for p, g in kind.waiting.items() if g is None)
-    return own + sum({g.storage: g.storage_bytes for g in kind.waiting.values() if g is not None}.values())
+    arriving = {g.storage for g in (kind.arriving or {}).values() if g is not None}  # counted as what comes in
+    shared = {g.storage: g.storage_bytes for g in kind.waiting.values() if g is not None}
+    return own + sum(size for storage, size in shared.items() if storage not in arriving)
 
 
 def _weights_used_elsewhere(skeleton: Skeleton) -> list[list[torch.Tensor]]:

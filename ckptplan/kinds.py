@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -189,6 +189,7 @@ def block_forward(kind: Kind, device: torch.device, guards: Guards | None, call:
         mark("start")
         handed_back: GradientLayout = {}
         copies, args, kwargs = kind.call.fresh(handed_back)
+        standing = kind.call.standing | _memory_outside(kind, copies, args, kwargs)
         mark("ready")
         with autocast_as(device, kind.call.autocast), torch.set_grad_enabled(kind.call.with_gradients):
             if guards is None:
@@ -202,10 +203,17 @@ def block_forward(kind: Kind, device: torch.device, guards: Guards | None, call:
             pinned=kind.pinned,
             inputs_waiting=kind.waiting,
             handed_back=handed_back,
-            standing=kind.call.standing,
+            standing=standing,
         )
 
     return forward
+
+
+def _memory_outside(kind: Kind, copies: Sequence[torch.Tensor], args: Any, kwargs: Any) -> frozenset[int]:
+    """By ``storage_key``: weights, buffers and what the step does not make (the batch); a block may hand that on."""
+    made = {storage_key(t) for t in copies}
+    outside = (*tensors_in((args, kwargs)), *kind.module.parameters(), *kind.module.buffers())
+    return frozenset(storage_key(t) for t in outside) - made
 
 
 def settled_bytes(forward: StageForward, device: torch.device, memory: str) -> StageCost:

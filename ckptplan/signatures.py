@@ -34,6 +34,11 @@ def tensor_signature(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(map(str, tensor.shape))}]"
 
 
+def nesting(value: Any) -> str:
+    """How tensors are nested in a value, whatever their shapes."""
+    return repr(map_tensors(value, lambda t: _Text("tensor")))
+
+
 def value_signature(value: Any) -> str:
     """The shapes of all tensors of a value, with its nesting."""
     return repr(map_tensors(value, lambda t: _Text(tensor_signature(t))))

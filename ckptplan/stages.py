@@ -59,7 +59,8 @@ class StageRun:
         inputs_waiting: the same for tensors of the boundary, by position.
         handed_back: filled by the backward, for the tensors of the boundary that came in.
         beside: what the model may hold meanwhile without it being the stage's; kept to the end, so that it cancels out.
-        standing: memory of inputs that stands before the step and after it (views of weights), by ``storage_key``.
+        standing: memory that stands before the step and after it (weights, the batch, views of them), by
+            ``storage_key``, in which inputs and outputs may lie.
     """
 
     inputs: list[torch.Tensor]
@@ -212,7 +213,7 @@ def stage_bytes(forward: StageForward, meter: MemoryMeter) -> StageCost:
         in_sizes, in_alive = _watch(run.inputs, run.standing)
         own_outputs = [] if run.is_loss else tensors_in(run.output)
         passed = {id(t.untyped_storage()) for t in run.inputs}
-        out_sizes, out_alive = _watch(own_outputs)
+        out_sizes, out_alive = _watch(own_outputs, run.standing)
         is_own = [id(t.untyped_storage()) not in passed for t in distinct_storages(own_outputs)]
         root = _root(run)
         del own_outputs
@@ -343,10 +344,11 @@ def inputs_let_go(
 
 
 def _watch(
-    tensors: Sequence[torch.Tensor], standing: Collection[int] = ()
+    tensors: Sequence[torch.Tensor], standing: Collection[int]
 ) -> tuple[list[int], list[weakref.ref[torch.UntypedStorage]]]:
-    storages = [t.untyped_storage() for t in distinct_storages(tensors)]
-    return [0 if id(s) in standing else s.nbytes() for s in storages], [weakref.ref(s) for s in storages]
+    distinct = distinct_storages(tensors)
+    sizes = [0 if storage_key(t) in standing else t.untyped_storage().nbytes() for t in distinct]
+    return sizes, [weakref.ref(t.untyped_storage()) for t in distinct]
 
 
 def _root(run: StageRun) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ from torch import nn
 from ckptplan.blocks import changed_settings, is_called_with, settings_of
 from ckptplan.errors import BlockDeclarationError, UnsupportedBoundaryError
 from ckptplan.randomness import torch_state
-from ckptplan.signatures import call_signature
+from ckptplan.signatures import call_signature, nesting
 from ckptplan.stages import GradientLayout, copies_of, own_copies
 from ckptplan.subject import Subject
 from ckptplan.trees import map_tensors, same, storage_key, tensors_anywhere, tensors_in
@@ -60,7 +60,8 @@ class BlockCall:
         standing: memory of these that stands before the step (they are views of weights), by ``storage_key``.
         signature: shapes, dtypes and gradient flags of every argument, as text.
         block: the number of the block among those declared.
-        follows: it takes exactly what the call before returned, spread as ``call_block`` does it.
+        follows: it takes exactly what the call before returned, spread as ``call_block`` does it, and returns the like
+            of it: in a segment each block hands through what the last one returns.
         operators: digest of the operators that it runs and of the shapes that they give, once it has been observed.
         passed, views: which distinct tensors of the output are tensors of the boundary, or lie in their memory, by
             position.
@@ -233,6 +234,7 @@ def trace_chain(
             _note_changes(call.first, modules[index])
             call.first.written = tuple(name for name in guard.saved if name not in already)
             _require_own_parameters(output, callers, f"block {names[index]!r}")
+            call.follows = call.follows and nesting(output) == nesting(last_output)
             call.passed, call.views = _handed_through(output, boundary)
             without_graph = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors_in(output)}
             call.output = map_tensors(output, lambda t: without_graph[id(t)])
@@ -458,7 +460,9 @@ def _recorded(
     given = tensors_in((args, kwargs))
     # a weight that several calls are handed is one tensor for all of them, as the parts of its gradient are added up
     weights = {id(t) for t in given if t.is_leaf and t.requires_grad and storage_key(t) in standing}
-    cut = {id(t): t if id(t) in weights else t.detach().requires_grad_(t.requires_grad) for t in given}
+    # what the block before returned belongs to the boundary, though it be the batch itself and not given on
+    recorded = {id(t): t for t in (*given, *boundary)}.values()
+    cut = {id(t): t if id(t) in weights else t.detach().requires_grad_(t.requires_grad) for t in recorded}
     # copies: the block may change its input in place, and what came in is what has to be recorded
     made = [t for t in boundary if storage_key(t) not in standing]
     cut.update((id(t), copy) for t, copy in zip(made, copies_of(made), strict=True))

@@ -1,0 +1,73 @@
+"""Random models, each under plans of every sort: predicted to the byte, with the plain model's gradients bit by bit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import ckptplan
+from ckptplan.plan import CheckpointPlan
+from ckptplan.profiles import ChainProfile
+from ckptplan.proof import prove_model
+from ckptplan.selective import short_names
+from ckptplan.simulate import simulate_plan
+from ckptplan.subject import Trials
+from tests.random_flows import WIDTH, RandomModel, loss_of
+
+LOSSES_BYTES = (
+    64  # of scalars: each part of a loss is a number, whose gradient waits beside a block or has gone by then
+)
+
+
+def _plans(profile: ChainProfile, rng: random.Random) -> list[CheckpointPlan]:
+    """All kept, all recomputed, four at random with parts of blocks kept, and a planner's for two budgets."""
+    ways = []
+    for i, block in enumerate(profile):
+        again = [f"R({i})"] if block.eligible_for_checkpoint else []
+        parts = (",".join(short_names(block, option)) for option in block.selective)
+        ways.append([f"K{i}", *again, *(f"S{i}[{names}]" for names in parts)])
+    texts = [[way[0] for way in ways], [way[min(1, len(way) - 1)] for way in ways]]
+    texts += [[rng.choice(way) for way in ways] for _ in range(4)]
+    plans = {text: CheckpointPlan.from_text(text, profile) for text in map(" ".join, texts)}
+    peaks = [simulate_plan(profile, plan).peak_bytes for plan in plans.values()]
+    for share in (0.2, 0.6):
+        budget_bytes = int(min(peaks) + share * (max(peaks) - min(peaks)))
+        plan = ckptplan.plan_checkpoints(
+            profile, target_kind="activation_budget_bytes", target_value=budget_bytes, planner="optimal"
+        )
+        plans[plan.text] = plan
+    return list(plans.values())
+
+
+def fault_of(seed: int) -> str | None:
+    """The first plan of that seed's model that is wrong, and how."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    model, batch = RandomModel(seed), torch.randn(rng.choice([32, 64]), WIDTH)
+    profile = ckptplan.profile_model(
+        model, "layers.*", batch, loss_of, num_warmup=0, num_trials=1, selective=rng.random() < 0.5
+    )
+    for plan in _plans(profile, rng):
+        proof = prove_model(
+            model, plan, batch, loss_of, device=torch.device("cpu"), trials=Trials(0, 1), time_steps=False
+        )
+        predicted = simulate_plan(profile, plan).peak_bytes
+        if abs(predicted - proof.peak_bytes) > LOSSES_BYTES:
+            return f"{plan.text}: {predicted} bytes predicted, {proof.peak_bytes} measured"
+        if not proof.gradients.bitwise_equal:
+            return f"{plan.text}: {proof.gradients}"
+    return None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_random_model_trains_as_planned(seed: int) -> None:
+    assert fault_of(seed) is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_five_hundred_random_models_train_as_planned() -> None:
+    found = {seed: fault_of(seed) for seed in range(12, 512)}
+    assert {seed: fault for seed, fault in found.items() if fault is not None} == {}
