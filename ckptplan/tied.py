@@ -134,28 +134,27 @@ class SharedWeights:
         own_kind = replace(kind, module=self.subject.modules[block.order], call=self.trace.calls[block.order])
         device = self.subject.device
 
-        def growth(forward: StageForward) -> int:
-            return self._growth(forward, stage, waits=not with_waiting) if own else 0
+        def beside(cost: StageCost, forward: StageForward) -> StageCost:
+            found = with_loss(cost, waiting_bytes)
+            return self._grown(found, forward, stage, waits=not with_waiting) if own else found
 
-        grown = growth(block_forward(own_kind, device, None))
-        grown_again = growth(block_forward(own_kind, device, own_kind.guards)) if block.recompute else 0
-        of_options = [
-            growth(option_forward(own_kind, choice.saved_ops, device)) for choice in (choices.found if choices else ())
-        ]
-        of_compiled = [growth(compiled_forward(own_kind, option.budget, device)) for option in block.compiled]
+        keep = beside(block.keep, block_forward(own_kind, device, None))
+        again = block.recompute and beside(block.recompute, block_forward(own_kind, device, own_kind.guards))
+        of_options = zip(block.selective, choices.found if choices else (), strict=True)
         replayed = block.replayed_backward_peak_bytes
+        grown_bytes = keep.backward_peak_bytes - block.keep.backward_peak_bytes  # what waits is in it
         return replace(
             block,
-            keep=with_loss(block.keep, waiting_bytes + grown),
-            recompute=block.recompute and with_loss(block.recompute, waiting_bytes + grown_again),
-            replayed_backward_peak_bytes=None if replayed is None else replayed + waiting_bytes + grown,
+            keep=keep,
+            recompute=again,
+            replayed_backward_peak_bytes=None if replayed is None else replayed + grown_bytes,
             selective=tuple(
-                replace(option, cost=with_loss(option.cost, waiting_bytes + more))
-                for option, more in zip(block.selective, of_options, strict=True)
+                replace(option, cost=beside(option.cost, option_forward(own_kind, choice.saved_ops, device)))
+                for option, choice in of_options
             ),
             compiled=tuple(
-                replace(option, cost=with_loss(option.cost, waiting_bytes + more))
-                for option, more in zip(block.compiled, of_compiled, strict=True)
+                replace(option, cost=beside(option.cost, compiled_forward(own_kind, option.budget, device)))
+                for option in block.compiled
             ),
             output_gradient_bytes=(block.output_gradient_bytes or 0) + waiting_bytes,
         )
@@ -164,10 +163,13 @@ class SharedWeights:
         """Of gradients that wait until this stage and end in it."""
         return sum(w.gradient_bytes for w in self.weights if w.stages[0] == stage)
 
-    def _growth(self, forward: StageForward, stage: int, *, waits: bool) -> int:
-        """Bytes by which a backward peak grows with gradients of its own that stay or are copied."""
-        without = settled_bytes(forward, self.subject.device, self.memory).backward_peak_bytes
-        return self.stage_bytes(forward, stage, waits=waits).backward_peak_bytes - without
+    def _grown(self, cost: StageCost, forward: StageForward, stage: int, *, waits: bool) -> StageCost:
+        """The cost where gradients that the stage begins stay or are copied: its backward peaks higher."""
+        without = settled_bytes(forward, self.subject.device, self.memory)
+        with_them = self.stage_bytes(forward, stage, waits=waits)
+        grown = with_loss(cost, with_them.backward_peak_bytes - without.backward_peak_bytes)
+        beside_bytes = grown.backward_peak_bytes - with_them.backward_peak_bytes  # the loss, and what waits
+        return replace(grown, inputs_let_go=with_loss(with_them, beside_bytes).inputs_let_go)
 
     def _copied_at(self, stage: int) -> list[SharedWeight]:
         return [w for w in self.weights if w.is_copied and w.stages[-2] == stage]
