@@ -240,21 +240,26 @@ def _is_beaten(pair: tuple[Choice, KeepSet], others: Sequence[tuple[Choice, Keep
 
 
 def _spread(pairs: list[tuple[Choice, KeepSet]]) -> list[tuple[Choice, KeepSet]]:
-    """At most ``_MOST_OPTIONS``: the ends, the fewest bytes without FLOPs, and the widest apart of the others."""
+    """At most ``_MOST_OPTIONS``: the ends, the fewest bytes without FLOPs, the lowest backward peak of all and of those
+    with the fewest FLOPs, and the widest apart of the others.
+    """
     pairs = sorted(pairs, key=lambda pair: (pair[0].retained_bytes, pair[1].time_ms))
     if len(pairs) <= _MOST_OPTIONS:
         return pairs
     free = next((i for i, (choice, _) in enumerate(pairs) if choice.flops == 0), len(pairs) - 1)
-    chosen = {0, free, len(pairs) - 1}
+    lowest = min(range(len(pairs)), key=lambda i: (pairs[i][0].cost.backward_peak_bytes, pairs[i][0].flops))
+    fewest = min(range(len(pairs)), key=lambda i: (pairs[i][0].flops, pairs[i][0].cost.backward_peak_bytes))
+    chosen = {0, free, lowest, fewest, len(pairs) - 1}
     while len(chosen) < _MOST_OPTIONS:
         chosen.add(max(set(range(len(pairs))) - chosen, key=lambda i: min(_distance(pairs, i, j) for j in chosen)))
     return [pairs[i] for i in sorted(chosen)]
 
 
 def _distance(pairs: Sequence[tuple[Choice, KeepSet]], left: int, right: int) -> float:
-    """How differently two ways weigh bytes, FLOPs and time, each as a share of the most that any of them has."""
+    """How differently two ways weigh bytes, peak, FLOPs and time, each as a share of the most that any of them has."""
     columns = [
         [float(choice.retained_bytes) for choice, _ in pairs],
+        [float(choice.cost.backward_peak_bytes) for choice, _ in pairs],
         [float(choice.flops) for choice, _ in pairs],
         [keep_set.time_ms for _, keep_set in pairs],
     ]
