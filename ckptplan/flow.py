@@ -407,19 +407,34 @@ class Accounts:
         start, end = self._backward_of_region(region)
         is_empty = self.anatomy.is_empty[region]
         copies = [h for h in self.anatomy.holdings if h.is_weight_copy]
+        entering = before + self._boundary_bytes(stage, stage - 1, inputs)
         base = self.meter.level("start") + before + self._boundary_bytes(stage, stage)
         peak = max(0, self.meter.peak(start, end) - base)
         return StageCost(
             saved_bytes=self.saved[region],
-            forward_peak_bytes=0
-            if is_empty
-            else max(0, self._peak(*forward) - before - self._boundary_bytes(stage, stage - 1, inputs)),
+            forward_peak_bytes=0 if is_empty else max(0, self._forward_peak(region, forward, inputs) - entering),
             backward_peak_bytes=peak,
             keeps_input=tuple(stage in h.saved_by for h in inputs),
             keeps_output=tuple(h.made_at == stage and stage in h.saved_by for h in outputs),
             weight_copies_bytes=sum(h.size_bytes for h in copies if stage == min(h.saved_by, default=None)),
             inputs_let_go=inputs_let_go(self.meter, self._gone_in(region, inputs), end, base, peak),
         )
+
+    def _forward_peak(self, region: int, forward: tuple[str, str], inputs: Sequence[Holding]) -> int:
+        """As if what the model's variables drop in the midst of it stayed: a block may hold that in the real step."""
+        marks = self.meter.marks(*forward)
+        dropped = [
+            (mark, holding.size_bytes)
+            for mark, holding in self.gone
+            if mark in marks and holding in inputs and 2 * region not in holding.saved_by
+        ]
+        peaks, dropped_bytes = [self._peak(*forward)], 0
+        for number, (mark, size_bytes) in enumerate(dropped, start=1):
+            dropped_bytes += size_bytes
+            risen_bytes = self.meter.rise(mark, dropped[number][0] if number < len(dropped) else forward[1])
+            if risen_bytes is not None:
+                peaks.append(risen_bytes - self.meter.level("start") + dropped_bytes)
+        return max(peaks)
 
     def _gone_in(self, region: int, inputs: Sequence[Holding]) -> list[tuple[str, int, int]]:
         """Of what a region takes and keeps for backward, what goes within its backward."""
