@@ -8,11 +8,9 @@ variables hold there, passed on through the stages that do not touch it.
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,14 +29,15 @@ from ckptplan.clock import now_s
 from ckptplan.compiled_choices import Compiling, measure_compiled, time_compiled, with_compiled
 from ckptplan.costs import InputsLetGo, StageCost
 from ckptplan.kinds import Kind, examine, kind_key, measure_bytes_and_flops, observe_block, time_key, with_loss
+from ckptplan.later_uses import LaterUses, ignore, leaves
 from ckptplan.memory import MemoryMeter, make_meter
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
-from ckptplan.skeleton import Anatomy, Arrival, Holding, Skeleton, entered_call, find_anatomy, left_call
-from ckptplan.stages import GradientLayout, Letting, SharedGradient, count_flops, inputs_let_go, layout_of
+from ckptplan.skeleton import Anatomy, Arrival, Holding, Skeleton, find_anatomy
+from ckptplan.stages import GradientLayout, Letting, count_flops, inputs_let_go
 from ckptplan.subject import Subject, Trials
 from ckptplan.tied import SharedWeights, require_copies_of_their_own, used_by_block
 from ckptplan.trace import BlockCall, trace_subject
-from ckptplan.trees import storage_key, tensors_in
+from ckptplan.trees import storage_key
 
 
 def measure_any(
@@ -59,8 +58,8 @@ def measure_any(
     trace = trace_subject(subject, linked=False)
     subject = subject.of_calls([call.block for call in trace.calls])
     skeleton = Skeleton(subject, trace.calls, {storage_key(t) for t in subject.standing_tensors()})
-    arrivals = skeleton.forward(_ignore).backward()
-    kinds, keys = _examine_calls(skeleton, arrivals, _LaterUses.of(skeleton))
+    arrivals = skeleton.forward(ignore).backward()
+    kinds, keys = _examine_calls(skeleton, arrivals, LaterUses.of(skeleton))
     require_gradient(kinds, subject.names)
     skeleton.handed_back = [kinds[key].handed_back for key in keys]
     skeleton.weights = _weights_used_elsewhere(skeleton)
@@ -133,124 +132,8 @@ def between(earlier: str, later: str) -> str:
     return f"between {earlier} and {later}"
 
 
-def _ignore(name: str) -> None:
-    pass
-
-
-Place = tuple[int, int]  # a call, and a position in its boundary
-_FIRST_APART = 1_000_000
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A gradient that the model's own code sends along an edge of the graph (to an output of a node)."""
-
-    edge: tuple[Any, int]
-    memory: int  # by ``storage_key``
-    layout: SharedGradient | None
-
-
-@dataclass
-class _LaterUses:
-    """What else takes the inputs of calls, and so sends a part of their gradient before the call's own backward.
-
-    Attributes:
-        by_calls: per input the later calls that take the same tensor.
-        by_model: per input that the model's own code takes too (a loss on hidden states, ``x + block(x)``), what has
-            come from there.
-        arriving: per call the memory of the gradients that come to its output, with the output's position.
-        held: per call the positions of those gradients that somebody holds on to for another purpose than ``by_model``.
-    """
-
-    by_calls: dict[Place, list[Place]] = field(default_factory=dict)
-    by_model: dict[Place, list[_Sent]] = field(default_factory=dict)
-    arriving: dict[int, dict[int, int]] = field(default_factory=dict)
-    held: dict[int, set[int]] = field(default_factory=dict)
-
-    @staticmethod
-    def of(skeleton: Skeleton) -> _LaterUses:
-        uses = _LaterUses()
-        seen: dict[int, list[Place]] = {}
-        edges: dict[Place, tuple[Any, int]] = {}
-        taken: list[torch.Tensor] = []  # held, so that no identity is given twice
-
-        def note(number: int, boundary: list[torch.Tensor], output: object) -> None:
-            taken.extend(boundary)
-            for position, tensor in enumerate(boundary):
-                seen.setdefault(id(tensor), []).append((number, position))
-                edges[number, position] = (tensor.grad_fn, tensor.output_nr)
-
-        step = skeleton.forward(_ignore, note)
-        uses.by_calls = {place: places[i + 1 :] for places in seen.values() for i, place in enumerate(places)}
-        sent: list[_Sent] = []
-        for node in _nodes(step.loss):
-            if left_call(node) is not None:
-                _when_reached(node, uses, edges, sent)
-            elif entered_call(node) is None and hasattr(node, "next_functions"):
-                _note_sent(node, sent)
-        step.backward()
-        return uses
-
-    def waiting_at(self, place: Place, arriving: GradientLayout, call: BlockCall) -> SharedGradient | None:
-        """How the one part from the model's own code lies: maybe in memory of a gradient that comes to the call."""
-        (part,) = self.by_model[place]
-        position = self.arriving[place[0]].get(part.memory)
-        if position is None:
-            return _apart(part.layout, place[1])
-        output = list({id(t): t for t in tensors_in(call.output)}.values())[position]
-        shared = arriving[position] or _whole(output, max((g.storage for g in arriving.values() if g), default=-1) + 1)
-        arriving[position] = shared
-        own = part.layout or _whole(call.boundary[place[1]], 0)
-        return replace(own, storage=shared.storage, storage_bytes=shared.storage_bytes)
-
-
-def _when_reached(node: Any, uses: _LaterUses, edges: Mapping[Place, tuple[Any, int]], sent: Sequence[_Sent]) -> None:
-    """As the gradients come to a call: what was sent before waits, for its inputs or for somebody else."""
-    number = node.number
-    own = {edge: place for place, edge in edges.items() if place[0] == number}
-
-    def note(gradients: Sequence[torch.Tensor | None]) -> None:
-        present = [(p, g) for p, g in zip(node.positions, gradients, strict=True) if g is not None]
-        uses.arriving[number] = {storage_key(g): p for p, g in present}
-        for part in sent:
-            if part.edge in own:
-                uses.by_model.setdefault(own[part.edge], []).append(part)
-            elif part.memory in uses.arriving[number] and part.edge[0] is not node and _is_to_come(part.edge[0], node):
-                uses.held.setdefault(number, set()).add(uses.arriving[number][part.memory])
-
-    node.register_prehook(note)
-
-
-def _is_to_come(node: Any, now: Any) -> bool:
-    """Whether a node runs later than the one that runs now: the youngest come first."""
-    return node is not None and bool(node._sequence_nr() < now._sequence_nr())
-
-
-def _note_sent(node: Any, into: list[_Sent]) -> None:
-    edges = node.next_functions
-
-    def note(gradients: Sequence[torch.Tensor | None], _: object) -> None:
-        for edge, gradient in zip(edges, gradients, strict=True):
-            if gradient is not None:
-                into.append(_Sent(edge, storage_key(gradient), layout_of([gradient])[0]))
-
-    node.register_hook(note)
-
-
-def _apart(layout: SharedGradient | None, position: int) -> SharedGradient | None:
-    """With a number of its own for the storage; those of the gradients that come to a call count from 0."""
-    return layout and replace(layout, storage=_FIRST_APART + position)
-
-
-def _whole(tensor: torch.Tensor, storage: int) -> SharedGradient:
-    """A gradient of the tensor's shape that fills a storage."""
-    shape = tensor.shape
-    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    return SharedGradient(storage, tensor.numel() * tensor.element_size(), stride, 0)
-
-
 def _examine_calls(
-    skeleton: Skeleton, arrivals: Sequence[Arrival], later: _LaterUses
+    skeleton: Skeleton, arrivals: Sequence[Arrival], later: LaterUses
 ) -> tuple[dict[str, Kind], list[str]]:
     """Distinct kinds by key, and the key of each call; from the last one, as gradients come from later calls."""
     subject = skeleton.subject
@@ -270,7 +153,7 @@ def _examine_calls(
                 waiting[position] = None
                 if len(parts) + of_model == 1:
                     assert layout is not None
-                    waiting[position] = _apart(parts[0], position) if parts else later.waiting_at(place, layout, call)
+                    waiting[position] = parts[0] if parts else later.waiting_at(place, layout, call)
         also_waiting = {g.storage for g in waiting.values() if g} & {g.storage for g in (layout or {}).values() if g}
         pinned = tuple(
             p
@@ -298,31 +181,13 @@ def _weights_used_elsewhere(skeleton: Skeleton) -> list[list[torch.Tensor]]:
     """Per call the weights (its own, and those that it is handed) that another call, or the model's own code, uses."""
     pairs = zip(skeleton.subject.modules, skeleton.calls, strict=True)
     own = [{id(weight): weight for weight in used_by_block(module, call)} for module, call in pairs]
-    step = skeleton.forward(_ignore)
-    around = {id(leaf) for leaf in _leaves(step.loss)}
+    step = skeleton.forward(ignore)
+    around = {id(leaf) for leaf in leaves(step.loss)}
     step.loss = None
     return [
         [p for key, p in mine.items() if key in around or any(key in o for j, o in enumerate(own) if j != i)]
         for i, mine in enumerate(own)
     ]
-
-
-def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
-    return [node.variable for node in _nodes(loss) if hasattr(node, "variable")]
-
-
-def _nodes(loss: torch.Tensor) -> list[Any]:
-    """All of the graph."""
-    to_visit: list[Any] = [loss.grad_fn]
-    seen = set(to_visit)
-    found: list[Any] = []
-    while to_visit:
-        node = to_visit.pop()
-        found.append(node)
-        following = {after for after, _ in getattr(node, "next_functions", ()) if after is not None} - seen
-        seen |= following
-        to_visit += following
-    return found
 
 
 # Bytes ---------------------------------------------------------------------------------------------------------------
@@ -343,7 +208,7 @@ class Accounts:
     @staticmethod
     def of(skeleton: Skeleton, memory: str) -> Accounts:
         anatomy = find_anatomy(skeleton)
-        skeleton.forward(_ignore).backward()  # lazily made workspaces are there afterwards
+        skeleton.forward(ignore).backward()  # lazily made workspaces are there afterwards
         meter = make_meter(skeleton.subject.device, memory)
         letting = Letting(meter.mark)
         with meter:

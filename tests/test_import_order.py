@@ -23,7 +23,8 @@ randomness runtime trees optim fakes wrappers blocks kernels memory footprint co
 subject selective
 stages work
 signatures operators larger_inputs
-trace discovery observe attributes kinds choices compiled_choices compiled_model regions tied assembly skeleton flow
+trace discovery observe attributes kinds choices compiled_choices compiled_model regions tied assembly
+skeleton later_uses flow
 measure
 repeats
 nodes plan gaps scaling targets recompute_cost in_replay simulate check
