@@ -69,8 +69,9 @@ def run_on_ranks(
 ) -> int:
     """Run the job on all its ranks; returns the exit code of the run.
 
-    Raises ``ConfigError`` where their number is not known or does not share the batch.
+    Raises ``ConfigError`` where their number is not known or does not share the batch, or torch has no such engine.
     """
+    _require_sharding(config)
     job = RankJob(resolved, config.planner.path, str(folder), overrides)
     if launched.world_size() > 1:
         return _lead(job, config)
@@ -81,6 +82,14 @@ def run_on_ranks(
     if config.engine.nproc is None and isinstance(config.data.get("batch_size"), int):
         check_batch_divides(config.data["batch_size"], num_ranks)
     return _start(replace(job, log_config=log_config), num_ranks)
+
+
+def _require_sharding(config: RunConfig) -> None:
+    """FSDP2 of torch 2.6 asks a CPU for what only later releases give it."""
+    on_cuda = config.runtime.device != "cpu" and torch.cuda.is_available()
+    if config.engine.kind == "fsdp2" and not on_cuda and not hasattr(torch.cpu.Stream, "record_event"):
+        problem = f"torch {torch.__version__} shards over CUDA devices only"
+        raise config_error("engine", "fsdp2", problem, remedy="engine=ddp, or a newer torch")
 
 
 # --- started by us ---
