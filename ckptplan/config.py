@@ -62,7 +62,8 @@ DEFAULT_BUDGET_FRAC = 0.5
 
 # Keys that do not change what a run computes: they stay out of the config hash.
 UNHASHED_KEYS = tuple(
-    "hydra logger resume state name output_dir sweep log_every data_workers report push_dashboard".split()
+    "hydra logger resume state name output_dir sweep log_every data_workers report push_dashboard "
+    "watch_peak_every".split()
 )
 UNHASHED_PROFILE_KEYS = ("cache", "options")
 
@@ -247,6 +248,7 @@ class RunConfig:
         oom_retries: how many tighter plans a step may try after running out of memory; 0: the run ends at once.
         eval_every, log_every: in optimizer steps; ``eval_every`` None evaluates at the end only.
         data_workers: processes that read batches ahead, 0: none.
+        watch_peak_every: training steps of which one is measured, 0: none; None: each on CUDA, one of 100 on a CPU.
         shape_scan_s: seconds for which batches are read to find the largest, 0: the first is taken.
         margin_frac: share of the budget that is not planned for; None: 0 on a CPU, 0.01 on CUDA.
         report: write report.html at the end.
@@ -266,6 +268,7 @@ class RunConfig:
     log_every: int = 10
     data_workers: int = 0
     shape_scan_s: float = 10.0
+    watch_peak_every: int | None = None
     budget: str | None = None
     budget_frac: float | None = None
     budget_bytes: int | float | str | None = None
@@ -597,6 +600,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str, object]] = {
     "oom_retries": (lambda n: n >= 0, "0 or more", 5),
     "log_every": (lambda n: n >= 1, "1 or more", 10),
     "data_workers": (lambda n: 0 <= n <= _MOST_THREADS, f"0 to {_MOST_THREADS}", 2),
+    "watch_peak_every": (lambda n: n >= 0, "0 or more, or null", 100),
     "shape_scan_s": (lambda s: 0 <= s < float("inf"), "seconds, 0 or more", 10),
     "eval_every": (lambda n: n >= 1, "1 or more, or null", 20),
     "clip_norm": (lambda norm: norm > 0, "a norm above 0, or null for no clipping", 1.0),

@@ -47,6 +47,7 @@ METRIC_KEYS = (
     "grad_norm",  # before clipping
     "step_s",  # wall time, reading the data included
     "peak_bytes",  # most bytes allocated on the device during the step; null on CPU
+    "peak_drift",  # only on steps that were measured: share by which their peak was above (below: negative) the plan's
     "skipped_updates",  # only on steps whose update was skipped: how many so far
     "eval/loss",  # only on evaluation lines
     "eval_s",
@@ -129,6 +130,9 @@ class MemoryRecord:
     optimizer_bytes: int | None = None
     device_peak_bytes: int | None = None
     device_reserved_bytes: int | None = None
+    training_peak_bytes: int | None = None  # of the step of training furthest above its plan, with its gradients
+    training_expected_bytes: list[int] | None = None  # least and most that was expected of it
+    training_drift: float | None = None  # share by which it is outside of these
     rows: list[dict[str, Any]] | None = None  # all of the device's memory at the plan's peak: name, bytes, note
     largest_batch_samples: int | None = None
 

@@ -63,6 +63,7 @@ from ckptplan.footprint import StaticBytes, optimizer_step_bytes, room_of, stati
 from ckptplan.largest_shapes import LargestShapes, find_largest, named_in, plan_for_all
 from ckptplan.nodes import Compiled, CompiledModel, Selective, blocks_of, nodes_text, parse_plan_text
 from ckptplan.optim import learning_rate_schedule
+from ckptplan.peak_watch import TOLD_FROM, PeakWatch
 from ckptplan.plan import CheckpointPlan
 from ckptplan.profiles import ChainProfile, modules_of
 from ckptplan.proof import StepProof, is_out_of_memory, pair_of_model, prove_model
@@ -124,6 +125,7 @@ from ckptplan.units import format_bytes
 log = logging.getLogger(__name__)
 
 NOISY_SPREAD = 0.1  # standard deviation over median of step times, above which a note is written
+WATCHED_ON_CPU = 100  # steps of which the peak of one is measured, which takes that step a multiple of its time
 MOST_PREDICTION_ERROR = 0.01  # the promise: predicted and measured peak differ by at most 1 %
 MOST_ERROR_ON_RANKS = 0.02  # the same on each of several ranks, with what the engine holds
 
@@ -924,6 +926,7 @@ class _Run:
         self.states.begin(trained, stored_form(planned, made_for), self.resolved)
         self.result.timing.apply_s = time.perf_counter() - start_s
         start = Position() if self.stored is None else self.stored.start(trained.batch_size)
+        watch = self.watch_of(made, profile, lambda: recovery.plan, start.step)
         losses = [row["train/loss"] for row in load_metrics(self.folder) if row.get("train/loss") is not None]
         if self.ranks.rank or (self.stored is not None and streams is None):
             seed_everything(seed_of_rank(self.config.seed, self.ranks.rank, start.step))
@@ -944,10 +947,12 @@ class _Run:
                 scaler=trained.scaler,
                 after_step=self.states.after_step,
                 console=self.console,
-                gradients_of=recovery.gradients,
+                gradients_of=watch.gradients(recovery.gradients),
+                further_figures=watch.figures,
             )
         finally:
             recovery.remove()
+            self.note_peak(watch)
             self.result.training.oom_recoveries = len(recovery.tightened)
             self.result.notes += [each.text for each in recovery.tightened]
         self.result.timing.train_s = summary.train_s
@@ -961,6 +966,29 @@ class _Run:
         )
         self.states.at_end(summary.position)
         return summary
+
+    def watch_of(
+        self, made: Prepared, profile: ChainProfile, plan_of: Callable[[], CheckpointPlan], start_step: int
+    ) -> PeakWatch:
+        """What measures steps of this training; an engine holds more than a plan knows of: there none is."""
+        device, every = made.runtime.device, self.config.watch_peak_every
+        if every is None:
+            every = 1 if device.type == "cuda" else WATCHED_ON_CPU
+        if made.engine != "single":
+            every = 0
+        return PeakWatch(
+            made.trained.model, profile, plan_of, made.batch, device=device, every=every, start_step=start_step
+        )
+
+    def note_peak(self, watch: PeakWatch) -> None:
+        if watch.worst is None:
+            return
+        memory, worst = self.result.memory, watch.worst
+        memory.training_peak_bytes, memory.training_drift = worst.measured_bytes, worst.drift
+        memory.training_expected_bytes = [worst.low_bytes, worst.high_bytes]
+        log.info("%d steps of training measured; furthest from the plan: %s", watch.num_measured, worst.text)
+        if worst.drift > TOLD_FROM:
+            self.result.notes.append(worst.text)
 
     def final_status(self, plan: CheckpointPlan, summary: TrainSummary) -> str:
         error = self.result.memory.prediction_error

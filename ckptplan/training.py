@@ -374,6 +374,7 @@ def train(
     after_step: Callable[[Position, dict[str, float]], None] = lambda position, figures: None,
     console: Console | None = None,
     gradients_of: GradientsOf = accumulate_gradients,
+    further_figures: Callable[[], dict[str, float]] = dict,
 ) -> TrainSummary:
     """Train until ``settings.steps``, or until ``stop`` is set, which ends it after the step in hand.
 
@@ -382,7 +383,7 @@ def train(
     A training that goes on is given where it stood (``start``), the losses of its earlier steps for the summary, and
     its ``scaler`` (default: a new one where fp16 needs it). ``after_step`` is called after each step and its
     evaluation, with ``train/loss`` and, where evaluated, ``eval/loss``. ``gradients_of`` computes a step's gradients:
-    that of a ``Recovery`` survives running out of memory.
+    that of a ``Recovery`` survives running out of memory. ``further_figures`` gives more for the line of a step.
 
     Raises ``NonFiniteError`` after ``settings.max_bad_steps`` updates in a row with NaN or infinite loss or
     gradients. Such an update is left out (its step is counted, so data and schedule go on), said once in the
@@ -391,7 +392,7 @@ def train(
     parallel = model if isinstance(model, Parallel) else alone(model)
     run = _Run(parallel, data, optimizer, learning_rate_at, settings, recorder, tracker, stop or StopFlag())
     run.scaler = scaler or make_scaler(settings)
-    run.gradients_of = gradients_of
+    run.gradients_of, run.further_figures = gradients_of, further_figures
     run.start_at(start, earlier_losses)
     if not parallel.module.training:  # else leave the flags alone: a user may have frozen single modules with eval()
         parallel.module.train()
@@ -437,6 +438,7 @@ class _Run:
         self.device = torch.device(settings.device)
         self.scaler: torch.amp.GradScaler | None = None
         self.gradients_of: GradientsOf = accumulate_gradients
+        self.further_figures: Callable[[], dict[str, float]] = dict
         self.step = 0
         self.epoch = 0
         self.samples_in_epoch = 0
@@ -489,6 +491,7 @@ class _Run:
             "step": self.step, "epoch": self.epoch, "train/loss": done.loss, "lr": rate,
             "grad_norm": done.grad_norm, "step_s": step_s, "peak_bytes": self._device_peak(),
         }  # fmt: skip
+        row.update(self.further_figures())
         if not done.was_applied:
             row["skipped_updates"] = self.skipped
         self._write(row)

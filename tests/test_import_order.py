@@ -38,7 +38,7 @@ data.spec data.checks data.order data data.loading data.dataset data.digits data
 models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models.hf models
 profile_cache other_trackers tracking stopping launched
 engine engine.ranks engine.shares engine.worst engine.gathered engine.parallel engine.planning
-training largest_shapes recovery runs resuming jobs sweep_table sweep_tracking
+training largest_shapes peak_watch recovery runs resuming jobs sweep_table sweep_tracking
 dashboards sweeps cluster
 report report.tables report.records report.steps report.figures report.vega report.tradeoff report.charts
 report.page report.export report.text report.__main__

@@ -35,7 +35,8 @@ DESIGN_KEYS = {
     "budget": "kind value bytes margin_bytes",
     "memory": "no_checkpoint_predicted_peak_bytes no_checkpoint_measured_peak_bytes predicted_peak_bytes "
     "measured_peak_bytes prediction_error within_budget smallest_reachable_bytes peak_at weights_bytes gradients_bytes "
-    "optimizer_bytes device_peak_bytes device_reserved_bytes rows "
+    "optimizer_bytes device_peak_bytes device_reserved_bytes training_peak_bytes "
+    "training_expected_bytes training_drift rows "
     "largest_batch_samples",
     "engine": "kind ranks gathered_weights_bytes gradient_buckets_bytes per_rank",
     "latency": "step_ms no_checkpoint_step_ms overhead_ratio predicted_overhead_ratio predicted_step_ms "
