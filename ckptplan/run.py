@@ -410,7 +410,7 @@ class _Run:
         record_profile(self.result, absent.profile, self.folder, start_s)
         self.note_static_bytes(absent.static)
         start_s = time.perf_counter()
-        self.note_target(absent.profile)
+        self.result.memory.no_checkpoint_predicted_peak_bytes = no_checkpoint_peak(absent.profile)
         planned = plan_for_budget(absent.profile, self.config, absent.static, torch.device("cuda"), room=absent.room)
         self.keep_plan(planned, absent.profile, start_s)
         self.keep_certificate(certify(absent.profile, planned.plan), absent.profile)
@@ -645,7 +645,7 @@ class _Run:
     def plan(self, made: Prepared, profile: ChainProfile, stored: PlannedRun | None) -> tuple[PlannedRun, ChainProfile]:
         """The plan, and the profile that its figures are from: with what an engine holds beside activations."""
         start_s = time.perf_counter()
-        self.note_target(profile)
+        self.result.memory.no_checkpoint_predicted_peak_bytes = no_checkpoint_peak(profile)
 
         def make(seen: ChainProfile, reserve_bytes: int) -> PlannedRun:
             device = torch.device(self.result.device or "cpu")
@@ -680,11 +680,6 @@ class _Run:
             log.info("%s", note)
         self.result.notes += notes
         return planned
-
-    def note_target(self, profile: ChainProfile) -> None:
-        target = self.config.target
-        self.result.budget = BudgetRecord(kind=target.key, value=target.value)
-        self.result.memory.no_checkpoint_predicted_peak_bytes = no_checkpoint_peak(profile)
 
     def keep_plan(self, planned: PlannedRun, profile: ChainProfile, start_s: float) -> None:
         """The plan into the result, the run folder, the console and the tracker."""

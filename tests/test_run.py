@@ -288,6 +288,7 @@ class TestEnds:
         assert found["size"] == found[answer]
         assert found["size"] * found["accumulate"] == 8
         assert found["largest"] < 8, "not all of them at once"
+        assert (result["budget"]["kind"], result["budget"]["value"]) == ("budget_frac", 0.3), "as it was typed"
         assert result["memory"]["within_budget"]
         assert result["training"]["last_loss"] == pytest.approx(fixed["training"]["last_loss"], rel=1e-3)
 
