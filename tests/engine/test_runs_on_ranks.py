@@ -135,11 +135,11 @@ def test_ranks_with_processes_that_read_and_a_shared_profile_train_the_same(tmp_
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_compiled_blocks_on_ranks(tmp_path: Path, engine: str) -> None:
     """Order: plan, then compile, then sharding."""
-    wanted = ("planner=text", "planner.text='C0[0.5] C1[1]'")
+    wanted = ("planner=text", "planner.text='C0[0.5] C1[1.0]'", "cost=time")
     code, told = run(tmp_path / "run", f"engine={engine}", "engine.nproc=2", "steps=2", "state=off", *wanted)
     assert code == 0, told
     result = load_result(tmp_path / "run")
-    assert result["plan"]["text"] == "C0[0.5] C1[1]"
+    assert result["plan"]["text"] == "C0[0.5] C1[1.0]"
     assert result["gradients"]["passed"]
     assert abs(result["memory"]["prediction_error"]) <= 0.02
 
