@@ -35,7 +35,9 @@ def tensor_signature(tensor: torch.Tensor) -> str:
 
 
 def nesting(value: Any) -> str:
-    """How tensors are nested in a value, whatever their shapes."""
+    """How tensors are nested in a value, whatever their shapes; tuples and lists of any length are alike."""
+    if isinstance(value, (tuple, list)):
+        return type(value).__name__
     return repr(map_tensors(value, lambda t: _Text("tensor")))
 
 

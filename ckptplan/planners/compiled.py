@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckptplan.nodes import Compiled, CompiledModel, PlanNode
+from ckptplan.nodes import Compiled, CompiledModel, Keep, PlanNode
 from ckptplan.planners.nested import cheapest_plan
 from ckptplan.planners.options import compiled_chain
 from ckptplan.planners.tables import PlannerResult
@@ -65,13 +65,17 @@ def compile_budget(
     return _timed_as_a_whole(profile, budget_bytes, best) or best
 
 
+def _every_block(profile: ChainProfile, budget: float) -> tuple[PlanNode, ...]:
+    """Every block compiled with one budget; what the model runs between blocks is only ever kept."""
+    return tuple(Compiled(i, budget) if block.compiled else Keep(i) for i, block in enumerate(profile))
+
+
 def _timed_as_a_whole(profile: ChainProfile, budget_bytes: int, best: PlannerResult) -> PlannerResult | None:
     """The fastest step that was timed as a whole and fits; None where ``best`` is that, or promises enough more."""
     if not profile.compiled_steps:
         return None
-    numbers = range(len(profile))
     timed_ms: dict[Sequence[PlanNode], float] = {
-        tuple(Compiled(i, step.budget) for i in numbers): step.step_time_ms for step in profile.compiled_steps
+        _every_block(profile, step.budget): step.step_time_ms for step in profile.compiled_steps
     }
     for option in profile.compiled_model:
         if option.step_time_ms is not None:
