@@ -31,6 +31,7 @@ Synchronize = Callable[[], None]  # waits for the device
 KeptParts = tuple[tuple[str, ...], ...]  # outputs to keep, as a plan names them
 
 _MOST_OPTIONS = 12  # per kind of block; a planner's work grows with them
+_CHOSEN_BY_TIME = 3  # of these
 
 
 @dataclass
@@ -231,17 +232,21 @@ def _figures(pair: tuple[Choice, KeepSet]) -> tuple[float, ...]:
     return (*held, *flags, choice.flops, keep_set.time_ms)
 
 
-def _is_beaten(pair: tuple[Choice, KeepSet], others: Sequence[tuple[Choice, KeepSet]]) -> bool:
-    mine = _figures(pair)
+def _is_beaten(pair: tuple[Choice, KeepSet], others: Sequence[tuple[Choice, KeepSet]], *, timed: bool = True) -> bool:
+    last = None if timed else -1
+    mine = _figures(pair)[:last]
     return any(
         theirs != mine and all(a <= b for a, b in zip(theirs, mine, strict=True))
-        for theirs in (_figures(other) for other in others)
+        for theirs in (_figures(other)[:last] for other in others)
     )
 
 
 def _spread(pairs: list[tuple[Choice, KeepSet]]) -> list[tuple[Choice, KeepSet]]:
     """At most ``_MOST_OPTIONS``: the ends, the fewest bytes without FLOPs, the lowest backward peak of all and of those
     with the fewest FLOPs, and the widest apart of the others.
+
+    Most are chosen by counts alone, among those that none beats in counts; times, which differ from run to run, choose
+    the last few.
     """
     pairs = sorted(pairs, key=lambda pair: (pair[0].retained_bytes, pair[1].time_ms))
     if len(pairs) <= _MOST_OPTIONS:
@@ -250,17 +255,28 @@ def _spread(pairs: list[tuple[Choice, KeepSet]]) -> list[tuple[Choice, KeepSet]]
     lowest = min(range(len(pairs)), key=lambda i: (pairs[i][0].cost.backward_peak_bytes, pairs[i][0].flops))
     fewest = min(range(len(pairs)), key=lambda i: (pairs[i][0].flops, pairs[i][0].cost.backward_peak_bytes))
     chosen = {0, free, lowest, fewest, len(pairs) - 1}
-    while len(chosen) < _MOST_OPTIONS:
-        chosen.add(max(set(range(len(pairs))) - chosen, key=lambda i: min(_distance(pairs, i, j) for j in chosen)))
+    by_counts = {i for i, pair in enumerate(pairs) if not _is_beaten(pair, pairs, timed=False)}
+    _add_widest_apart(chosen, by_counts, _columns(pairs)[:-1], _MOST_OPTIONS - _CHOSEN_BY_TIME)
+    _add_widest_apart(chosen, set(range(len(pairs))), _columns(pairs), _MOST_OPTIONS)
     return [pairs[i] for i in sorted(chosen)]
 
 
-def _distance(pairs: Sequence[tuple[Choice, KeepSet]], left: int, right: int) -> float:
-    """How differently two ways weigh bytes, peak, FLOPs and time, each as a share of the most that any of them has."""
+def _columns(pairs: Sequence[tuple[Choice, KeepSet]]) -> list[list[float]]:
+    """Bytes, peak, FLOPs and time of all ways, each as a share of the most that any of them has."""
     columns = [
         [float(choice.retained_bytes) for choice, _ in pairs],
         [float(choice.cost.backward_peak_bytes) for choice, _ in pairs],
         [float(choice.flops) for choice, _ in pairs],
         [keep_set.time_ms for _, keep_set in pairs],
     ]
-    return sum(abs(column[left] - column[right]) / (max(column) or 1.0) for column in columns)
+    return [[figure / (max(column) or 1.0) for figure in column] for column in columns]
+
+
+def _add_widest_apart(chosen: set[int], among: set[int], columns: Sequence[Sequence[float]], most: int) -> None:
+    """To those chosen, one by one, the way that is farthest from the nearest of them."""
+
+    def distance(i: int) -> float:
+        return min(sum(abs(column[i] - column[j]) for column in columns) for j in chosen)
+
+    while len(chosen) < most and among - chosen:
+        chosen.add(max(sorted(among - chosen), key=distance))

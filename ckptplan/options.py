@@ -43,8 +43,8 @@ def propose_keep_sets(block: BlockOperators) -> list[KeepSet]:
     """Keep sets worth measuring, fewest bytes first: the two ends, the free one, and a grid between.
 
     The *free* one keeps the fewest bytes with which no operator that counts FLOPs (a matrix product, a
-    convolution, attention) runs again. For each budget of the grid there is the set of least time and the one of
-    least FLOPs.
+    convolution, attention) runs again. For each budget of the grid there is the set of least time, the one of least
+    FLOPs, and the one that writes the fewest bytes again.
     """
     if not block.needed:
         return []
@@ -57,7 +57,7 @@ def propose_keep_sets(block: BlockOperators) -> list[KeepSet]:
         found.append(problem.cleaned(free))
         budgets.add(found[-1].kept_bytes)
     for budget_bytes in sorted(budgets):
-        for cost in (problem.times, problem.flops):
+        for cost in (problem.times, problem.flops, problem.written_bytes):
             found.append(problem.cleaned(problem.least_cost(cost, budget_bytes) or ()))
     distinct = {keep_set.kept: keep_set for keep_set in found if keep_set.run_again}
     return sorted(distinct.values(), key=lambda s: (s.kept_bytes, s.time_ms))
@@ -103,12 +103,17 @@ class _Problem:
 
         Nothing here is timed, so that what is proposed for FLOPs is the same in every run.
         """
-        written = [sum(self.sizes[v] for v in call.makes) for call in self.block.calls]
+        written = self.written_bytes
         total_bytes = sum(written) or 1.0
         least = min((call.flops for call in self.block.calls if call.flops), default=1)
         return [
             call.flops + 1e-3 * least * size / total_bytes for call, size in zip(self.block.calls, written, strict=True)
         ]
+
+    @property
+    def written_bytes(self) -> list[float]:
+        """By each call: what it costs where memory's bandwidth is what counts, and the same in every run."""
+        return [sum(self.sizes[v] for v in call.makes) for call in self.block.calls]
 
     @property
     def sizes(self) -> list[float]:

@@ -18,7 +18,7 @@ from ckptplan.explanation import explain
 from ckptplan.nodes import Compiled, CompiledModel, Keep
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import plan_checkpoints
-from ckptplan.profiles import BlockProfile, ChainProfile
+from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 from ckptplan.report.steps import decisions_of
 from ckptplan.report.tables import plan_rows
 from ckptplan.simulate import simulate_plan
@@ -184,6 +184,15 @@ def test_compiled_blocks_that_are_slower_than_one_graph_say_by_how_much() -> Non
     assert (plan.text, plan.predicted_cost) == ("C0[1.0] K1", 1.0)
     plan = planned(one_graph(step_ms=11.0, peak=70), 80)
     assert (plan.text, plan.predicted_cost) == ("C0-1[0.5]", 1.0)
+
+
+def test_what_the_model_runs_between_compiled_blocks_is_kept_in_steps_timed_as_a_whole() -> None:
+    first, second = two_blocks(HALF, WHOLE).blocks
+    between = RegionProfile("between a and b", StageCost(0, 5, 5, (True,), (False,)), (5,))
+    blocks = (first, replace(second, compiled=(HALF, WHOLE), before=between))
+    steps = (CompiledStep(0.5, 9.0), CompiledStep(1.0, 8.0))
+    chain = ChainProfile(blocks, compiled_blocks_step_ms=10.0, compiled_steps=steps)
+    assert planned(chain, 1000).text == "C0[1.0] C1[1.0]"
 
 
 @pytest.mark.parametrize(
