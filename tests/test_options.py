@@ -82,7 +82,8 @@ def test_each_proposal_is_the_best_within_its_bytes_or_for_its_cost(seed: int) -
         assert (proposal.kept_bytes, proposal.time_ms, proposal.flops) == (size, pytest.approx(time_ms), flops)
         least_ms = min(ms for s, ms, *_ in every if s <= size)
         least_flops = min(f for s, _, f, _ in every if s <= size)
-        assert time_ms == pytest.approx(least_ms) or flops == least_flops
+        least_written = min(w for s, _, _, w in every if s <= size)
+        assert time_ms == pytest.approx(least_ms) or flops == least_flops or written == least_written
         fewest = min(s for s, ms, f, w in every if ms <= time_ms + 1e-9 and f <= flops and w <= written)
         assert size == fewest, "bytes that buy nothing"
 
@@ -97,10 +98,12 @@ def test_the_grid_misses_no_cheaper_set_at_any_of_its_budgets(seed: int) -> None
         budget = int(total * share / 16)
         best_ms = min(ms for s, ms, *_ in every if s <= budget)
         best_flops = min(f for s, _, f, _ in every if s <= budget)
+        least_written = min(w for s, _, _, w in every if s <= budget)
         within = [p for p in proposals if p[0] <= budget] or [(0, 0.0, 0, 0)]
         if best_ms > 0:  # all kept is no option
             assert min(ms for _, ms, *_ in within) == pytest.approx(best_ms)
             assert min(f for _, _, f, _ in within) == best_flops
+            assert min(w for _, _, _, w in within) == least_written
 
 
 @pytest.mark.parametrize("seed", range(20))
