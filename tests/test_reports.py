@@ -34,7 +34,7 @@ def _deterministic_flag_put_back() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("stage", "words"),
-    [("profile_model", "before there was a plan; use a smaller data.batch_size"), ("train", "predicted as")],
+    [("profile_model", "before there was a plan: measuring holds a second set of weights"), ("train", "predicted as")],
 )
 def test_running_out_of_host_memory_has_no_message_and_is_told_all_the_same(
     compose: Compose,
