@@ -88,7 +88,7 @@ def _eligibility_faults(chain: ChainProfile, plan: CheckpointPlan) -> list[str]:
         elif plan.memory_model == "peak" and block.recompute is None:
             faults.append(f"block {block.block_id!r} is recomputed but the profile has no figures for that")
     for node in plan.nodes:
-        for i in blocks_of((node,))[1:]:
+        for i in blocks_of((node,))[1:] if isinstance(node, Recompute) else ():
             before = chain[i].before
             if before is not None:
                 faults.append(f"a segment goes over what the model runs {before.name}, which it cannot recompute")

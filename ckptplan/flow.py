@@ -256,8 +256,8 @@ class Accounts:
     # regions
 
     def is_plain_link(self, order: int) -> bool:
-        """Whether the call takes exactly what the one before returned, and the model has no other use for that."""
-        if not (self.anatomy.is_empty[order] and self.calls[order].follows):
+        """Whether the call takes exactly what the one before returned, returns the like, and nobody else has a use."""
+        if not (self.anatomy.is_empty[order] and self.calls[order].is_alike):
             return False
         later = self.anatomy.behind[2 * order + 1]
         passed_on = self.anatomy.given[order]

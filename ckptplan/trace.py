@@ -60,8 +60,8 @@ class BlockCall:
         standing: memory of these that stands before the step (they are views of weights), by ``storage_key``.
         signature: shapes, dtypes and gradient flags of every argument, as text.
         block: the number of the block among those declared.
-        follows: it takes exactly what the call before returned, spread as ``call_block`` does it, and returns the like
-            of it: in a segment each block hands through what the last one returns.
+        follows: it takes exactly what the call before returned, spread as ``call_block`` does it.
+        is_alike: and it returns the like of it; in a segment each block hands through what the last one returns.
         operators: digest of the operators that it runs and of the shapes that they give, once it has been observed.
         passed, views: which distinct tensors of the output are tensors of the boundary, or lie in their memory, by
             position.
@@ -77,6 +77,7 @@ class BlockCall:
     signature: str = ""
     block: int = 0
     follows: bool = False
+    is_alike: bool = False
     operators: str = ""
     passed: dict[int, int] = field(default_factory=dict)
     views: dict[int, int] = field(default_factory=dict)
@@ -234,7 +235,7 @@ def trace_chain(
             _note_changes(call.first, modules[index])
             call.first.written = tuple(name for name in guard.saved if name not in already)
             _require_own_parameters(output, callers, f"block {names[index]!r}")
-            call.follows = call.follows and nesting(output) == nesting(last_output)
+            call.is_alike = call.follows and nesting(output) == nesting(last_output)
             call.passed, call.views = _handed_through(output, boundary)
             without_graph = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors_in(output)}
             call.output = map_tensors(output, lambda t: without_graph[id(t)])

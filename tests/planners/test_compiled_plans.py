@@ -193,6 +193,8 @@ def test_what_the_model_runs_between_compiled_blocks_is_kept_in_steps_timed_as_a
     steps = (CompiledStep(0.5, 9.0), CompiledStep(1.0, 8.0))
     chain = ChainProfile(blocks, compiled_blocks_step_ms=10.0, compiled_steps=steps)
     assert planned(chain, 1000).text == "C0[1.0] C1[1.0]"
+    one_graph = (CompiledModelOption(0.5, StageCost(30, 50, 70, (), ()), 7.0),)
+    assert planned(replace(chain, compiled_model=one_graph), 1000).text == "C0-1[0.5]"
 
 
 @pytest.mark.parametrize(
