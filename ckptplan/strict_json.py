@@ -61,7 +61,7 @@ def decode_dataclass(cls: type[_D], data: Any, where: str) -> _D:
     if not isinstance(data, dict):
         raise ValueError(f"{where}: is {data!r}; expected an object")
     hints = typing.get_type_hints(cls)
-    fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]  # only dataclasses come here
     unknown, missing = sorted(data.keys() - fields), sorted(fields - data.keys())
     if unknown or missing:
         parts = [f"{what} {', '.join(keys)}" for what, keys in (("unknown", unknown), ("missing", missing)) if keys]

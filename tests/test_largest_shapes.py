@@ -92,7 +92,7 @@ def test_a_search_that_ends_before_the_data_says_so() -> None:
 
 def test_data_that_says_what_is_largest_is_not_searched() -> None:
     data = Shapes([(4, 8), (4, 9)])
-    data.one_shape = True  # type: ignore[attr-defined]
+    data.one_shape = True  # type: ignore[attr-defined]  # as a user's data says it
     assert find_largest(data, steps=9, accumulate=1, limit_s=10).batch.inputs.shape == (4, 8)
     data.largest_batch = lambda: batch_of(4, 64)  # type: ignore[attr-defined]
     found = find_largest(data, steps=9, accumulate=1, limit_s=10)
