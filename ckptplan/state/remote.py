@@ -179,12 +179,29 @@ class StorageAttempt(Attempt):
         if self._storage.is_far and self.files[index]["size"] <= _SMALL_BYTES:
             self._small.append((index, pieces))
         else:
-            self._write_file((index, pieces))
+            with self._told_if_another_was_first():
+                self._write_file((index, pieces))
 
     def finish(self) -> None:
         """Writes the small files, then commits."""
-        run_all(self._write_file, self._small, FAR_THREADS)
-        super().finish()
+        with self._told_if_another_was_first():
+            run_all(self._write_file, self._small, FAR_THREADS)
+            super().finish()
+
+    @contextmanager
+    def _told_if_another_was_first(self) -> Iterator[None]:
+        """Another save of this id that commits meanwhile takes our files for an earlier attempt's and deletes them.
+
+        What fails then is a write or a look at one of them; the reason is that the id is taken, and that is said.
+        """
+        try:
+            yield
+        except OSError as error:
+            with suppress(OSError):
+                is_there = MANIFEST in self._storage.names(self.control["id"])
+                if is_there and self.control["id"] not in self.control["supersede"] and not self.is_committed():
+                    raise Duplicate(self.control["id"]) from error
+            raise
 
     def _write_file(self, work: tuple[int, Iterator[Any]]) -> None:
         index, pieces = work
@@ -204,13 +221,19 @@ class StorageAttempt(Attempt):
         others = [name for name in self.control["clean_up"] if name not in own]
         for delete, name in (
             *((self._delete_checkpoint, name) for name in self.control["delete"]),
-            *((self._storage.discard, name) for name in (*own, *others)),
+            *((self._storage.discard, name) for name in own),
+            *((self._discard_if_left, name) for name in others),
         ):
             try:
                 delete(name)
             except OSError as error:
                 failures.append(f"could not delete {name}: {error}")
         return failures
+
+    def _discard_if_left(self, name: str) -> None:
+        """What was a left-over when this save began may have been another's save at work: committed, it stays."""
+        if MANIFEST not in self._storage.names(name.partition("/")[0]):
+            self._storage.discard(name)
 
     def _delete_checkpoint(self, name: str) -> None:
         delete_checkpoint(self._storage, name)

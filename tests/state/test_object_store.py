@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ckptplan.errors import CheckpointNotFoundError, DuplicateCheckpointError, SaveFailedError, StateError
 from ckptplan.state import CheckpointManager, StorageConfig, s3
+from ckptplan.state.remote import StorageAttempt
 from ckptplan.units import MIB
 from tests.state.conftest import Bucket
 from tests.state.s3_server import ACCESS_KEY, SECRET, Fault, Request
@@ -219,6 +221,56 @@ def test_nothing_of_anybody_else_below_the_location_is_a_left_over(bucket: Bucke
         states.wait()
         assert theirs.verify("s-1") == []
         assert f"{bucket.name}/run/notes/readme.txt" in bucket.objects()
+
+
+@pytest.mark.parametrize("where", ["_write_file", "_part", "_commit"])
+def test_a_save_that_another_of_the_same_id_overtakes_is_told_so_wherever_it_is(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The winner takes the files of the other for an earlier attempt's and deletes them: what fails is any request."""
+    overtaken = []
+    original = getattr(StorageAttempt, where)
+
+    def overtake(attempt: StorageAttempt, *arguments: Any) -> Any:
+        if not overtaken:
+            overtaken.append(True)
+            with CheckpointManager(bucket.url, mode="sync") as others:
+                others.save("s-1", state_of(2, size=10)).result()
+                others.wait()
+        return original(attempt, *arguments)
+
+    monkeypatch.setattr(StorageAttempt, where, overtake)
+    with CheckpointManager(bucket.url, mode="sync") as states:
+        error = states.save("s-1", state_of(1, size=10)).exception()
+        assert type(error) is DuplicateCheckpointError, error
+        states.wait()
+        assert is_whole(states, "s-1", 2)
+        assert len({key.split("/")[3] for key in bucket.objects() if "/data-" in key}) == 1
+
+
+def test_what_was_at_work_when_another_save_began_and_is_committed_when_it_ends_stays(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = StorageAttempt._commit
+    saved = []
+
+    def commit_after_another_began(attempt: StorageAttempt, manifest: bytes) -> None:
+        """The first save has written its files, when the second looks for left-overs; it commits before that cleans."""
+        if not saved:
+            saved.append("s-1")
+            monkeypatch.setattr(StorageAttempt, "clean_up", lambda attempt: to_clean.append(attempt) or [])
+            with CheckpointManager(bucket.url, mode="sync") as others:
+                others.save("s-2", state_of(2, size=10)).result()
+        original(attempt, manifest)
+
+    to_clean: list[StorageAttempt] = []
+    clean_up = StorageAttempt.clean_up
+    monkeypatch.setattr(StorageAttempt, "_commit", commit_after_another_began)
+    with CheckpointManager(bucket.url, mode="sync") as states:
+        states.save("s-1", state_of(1, size=10)).result()
+        assert any("s-1/data-" in left for attempt in to_clean for left in attempt.control["clean_up"])
+        assert [clean_up(attempt) for attempt in to_clean] == [[], []]
+        assert states.verify("s-1") == states.verify("s-2") == []
 
 
 def test_of_two_that_save_the_same_id_one_is_told_so(bucket: Bucket) -> None:
