@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptplan.config import PlannerConfig, RunConfig, config_error, nearest
 from ckptplan.errors import CkptplanError, ConfigError, TargetImportError
-from ckptplan.nodes import parse_plan_text
+from ckptplan.nodes import Compiled, CompiledModel, PlanNode, nodes_text, parse_plan_text
 from ckptplan.plan import CheckpointPlan
 
 OPEN_NODES = ("data", "model", "optimizer")
@@ -30,17 +30,18 @@ def check_targets(config: RunConfig, choices: Mapping[str, str] | None = None) -
     Nothing is built. ``choices`` maps groups to the options taken ("model" -> "gpt"); with it a message can name
     the file.
     """
-    check_plan_source(config.planner)
+    check_plan_source(config.planner, config.cost)
     for key in OPEN_NODES:
         choice = (choices or {}).get(key)
         check_node(key, getattr(config, key), source=f"{key}/{choice}.yaml" if choice else None)
 
 
-def check_plan_source(planner: PlannerConfig) -> None:
-    """A plan given as text or file can be read (whether it fits the model shows later)."""
+def check_plan_source(planner: PlannerConfig, cost: str) -> None:
+    """A plan given as text or file can be read and costed (whether it fits the model shows later)."""
+    nodes: tuple[PlanNode, ...] = ()
     if planner.text:
         try:
-            parse_plan_text(planner.text)
+            nodes = parse_plan_text(planner.text)
         except ValueError as error:
             raise config_error("planner.text", planner.text, str(error)) from error
     if planner.path:
@@ -52,9 +53,13 @@ def check_plan_source(planner: PlannerConfig) -> None:
             problem = f"no such file (relative paths start at {Path.cwd()})"
             raise config_error("planner.path", planner.path, problem, meant=meant, remedy=remedy)
         try:
-            CheckpointPlan.load(path)
+            nodes = CheckpointPlan.load(path).nodes
         except CkptplanError as error:
             raise ConfigError(f"planner.path={planner.path}: {error}") from error
+    compiled = next((node for node in nodes if isinstance(node, Compiled | CompiledModel)), None)
+    if cost == "flops" and compiled is not None:
+        problem = f"the plan compiles ({nodes_text([compiled])}), and nobody counts the FLOPs of compiled code"
+        raise config_error("cost", cost, problem, remedy="cost=time")
 
 
 def check_node(key: str, node: Mapping[str, Any], source: str | None = None) -> None:
