@@ -26,7 +26,7 @@ from ckptplan.nodes import (
     recomputed_blocks,
     tree_faults,
 )
-from ckptplan.plan import CheckpointPlan
+from ckptplan.plan import CheckpointPlan, segment_faults
 from ckptplan.profiles import BlockProfile, ChainProfile, as_chain, recompute_costs, require_memory
 from ckptplan.selective import find_compiled, find_compiled_model, find_option
 from ckptplan.units import format_bytes, require_amount
@@ -87,11 +87,7 @@ def _eligibility_faults(chain: ChainProfile, plan: CheckpointPlan) -> list[str]:
             faults.append(f"block {block.block_id!r} is recomputed but not eligible: {block.exclusion_reason}")
         elif plan.memory_model == "peak" and block.recompute is None:
             faults.append(f"block {block.block_id!r} is recomputed but the profile has no figures for that")
-    for node in plan.nodes:
-        for i in blocks_of((node,))[1:] if isinstance(node, Recompute) else ():
-            before = chain[i].before
-            if before is not None:
-                faults.append(f"a segment goes over what the model runs {before.name}, which it cannot recompute")
+    faults += segment_faults(chain, plan.nodes)
     for node in plan.nodes:
         if isinstance(node, (Compiled, CompiledModel)):
             try:

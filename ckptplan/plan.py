@@ -20,6 +20,7 @@ from ckptplan.nodes import (
     Compiled,
     CompiledModel,
     PlanNode,
+    Recompute,
     Selective,
     blocks_of,
     compiled_model,
@@ -168,7 +169,8 @@ class CheckpointPlan:
         With a profile the decisions carry its eligibility and costs and the plan its fingerprint; with block ids
         only those; with neither the blocks are called by their numbers. Predictions stay None:
         ``plan_checkpoints(profile, planner="text", text=...)`` fills them in.
-        Raises ``ValueError`` showing the place in the text, ``PlanIncompatibleError`` for a tree that is no plan.
+        Raises ``ValueError`` showing the place in the text, ``PlanIncompatibleError`` for a tree that is no plan or
+        has segments that the profiled model cannot run. Without a profile nobody can know that: the model fails then.
         """
         nodes = parse_plan_text(text)
         given = None if profiles_or_block_ids is None else tuple(profiles_or_block_ids)
@@ -186,6 +188,9 @@ class CheckpointPlan:
             return cls(nodes, decisions)
         source = profiles_or_block_ids if isinstance(profiles_or_block_ids, ChainProfile) else given
         chain = as_chain(source)  # type: ignore[arg-type]
+        faults = segment_faults(chain, nodes)
+        if faults:
+            raise PlanIncompatibleError(faults)
         decisions = tuple(decision_for(block, i in again, saved_ops=names.get(i)) for i, block in enumerate(chain))
         return cls(nodes, decisions, fingerprint=chain.fingerprint, environment=dict(chain.environment))
 
@@ -325,6 +330,16 @@ _SECTIONS = {
     ),
     "model": ("fingerprint",),
 }
+
+
+def segment_faults(chain: ChainProfile, nodes: Sequence[PlanNode]) -> list[str]:
+    """What keeps segments of ``nodes`` from running: code of the model's own between two of their blocks."""
+    return [
+        f"a segment goes over what the model runs {before.name}, which it cannot recompute"
+        for node in nodes
+        for i in (blocks_of((node,))[1:] if isinstance(node, Recompute) else ())
+        if (before := chain[i].before) is not None
+    ]
 
 
 def decision_for(
