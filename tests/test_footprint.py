@@ -27,7 +27,7 @@ from ckptplan.footprint import (
 from ckptplan.larger_batches import largest_batch
 from ckptplan.planners import smallest_reachable
 from ckptplan.profiles import BlockProfile, ChainProfile
-from ckptplan.run_estimate import plan_footprint
+from ckptplan.run.estimate import plan_footprint
 
 GIB = 2**30
 

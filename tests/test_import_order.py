@@ -42,8 +42,10 @@ training largest_shapes peak_watch recovery runs resuming jobs sweep_table sweep
 dashboards sweeps cluster
 report report.tables report.records report.steps report.figures report.vega report.tradeoff report.charts
 report.page report.export report.text report.__main__
-larger_batches run_estimate calibrate
-telling run_records run_profile run_batch run engine.launch cli engine.worker __main__
+larger_batches calibrate
+run.estimate run.records run.profiling run.batch run.progress run.prepare run.planning run.ending
+run.proving run.trained run
+telling engine.launch cli engine.worker __main__
 """.split()
 
 # What plans, checks and reports without a model at hand.

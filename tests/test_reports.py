@@ -6,17 +6,17 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from omegaconf import DictConfig
 
-from ckptplan import run as run_module
-from ckptplan import run_profile
 from ckptplan.config import load_config, resolve
 from ckptplan.data.text import stdlib_text
 from ckptplan.data.tokens import synthetic_tokens
+from ckptplan.run import profiling, run_job, trained
 
 Compose = Callable[..., DictConfig]
 TINY = (
@@ -33,14 +33,18 @@ def _deterministic_flag_put_back() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "words"),
-    [("profile_model", "before there was a plan: measuring holds a second set of weights"), ("train", "predicted as")],
+    ("module", "stage", "words"),
+    [
+        (profiling, "profile_model", "before there was a plan: measuring holds a second set of weights"),
+        (trained, "train", "predicted as"),
+    ],
 )
 def test_running_out_of_host_memory_has_no_message_and_is_told_all_the_same(
     compose: Compose,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    module: ModuleType,
     stage: str,
     words: str,
 ) -> None:
@@ -49,10 +53,10 @@ def test_running_out_of_host_memory_has_no_message_and_is_told_all_the_same(
     def refuse(*_: Any, **__: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(run_profile if stage == "profile_model" else run_module, stage, refuse)
+    monkeypatch.setattr(module, stage, refuse)
     config = compose(*TINY)
     with caplog.at_level(logging.ERROR):
-        code = run_module.run_job(load_config(config), resolved=resolve(config), folder=tmp_path, overrides=[])
+        code = run_job(load_config(config), resolved=resolve(config), folder=tmp_path, overrides=[])
     result = json.loads((tmp_path / "result.json").read_text())
     assert (code, result["status"], result["error"]["type"]) == (5, "oom", "MemoryError")
     assert words in caplog.text

@@ -10,19 +10,18 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import ckptplan.run as run_module
-import ckptplan.run_profile as run_profile
 from ckptplan import resuming
 from ckptplan.config import load_config, resolve
 from ckptplan.errors import ConfigError, SaveFailedError
 from ckptplan.record import StateRecord, load_metrics, load_result
-from ckptplan.run import run_job
+from ckptplan.run import planning, prepare, profiling, proving, run_job, trained
 from ckptplan.state import CheckpointManager
 from ckptplan.training import Position
 from tests import run_models
@@ -82,7 +81,7 @@ Run = Callable[..., Ran]
 def run(compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """``run("steps=4", stop_at=2)``; with ``resume=ran.folder`` it goes on. The streams are spoilt before each."""
     numbers = iter(range(100))
-    whole, after_step = run_module.train, resuming.RunStates.after_step
+    whole, after_step = trained.train, resuming.RunStates.after_step
     made: dict[str, Any] = {}
 
     def train(model: Any, *arguments: Any, **options: Any) -> Any:
@@ -97,7 +96,7 @@ def run(compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ru
         if position.step == made["stop_at"]:
             os.kill(os.getpid(), made["signal"])
 
-    monkeypatch.setattr(run_module, "train", train)
+    monkeypatch.setattr(trained, "train", train)
     monkeypatch.setattr(resuming.RunStates, "after_step", stopping)
 
     def call(
@@ -222,8 +221,8 @@ class TestThePlan:
     def test_the_stored_one_is_used_and_nothing_is_measured_again(self, run: Run, monkeypatch) -> None:
         part = run("steps=6", stop_at=2)
         before = part.result["plan"]
-        monkeypatch.setattr(run_profile, "profile_model", refuse("profile_model"))
-        monkeypatch.setattr(run_module, "plan_for_budget", refuse("plan_for_budget"))
+        monkeypatch.setattr(profiling, "profile_model", refuse("profile_model"))
+        monkeypatch.setattr(planning, "plan_for_budget", refuse("plan_for_budget"))
         part = run("steps=6", resume=part.folder)
         assert part.result["plan"] == before
         assert part.result["profile"]["source"] == "resumed"
@@ -232,7 +231,7 @@ class TestThePlan:
         chosen = ("steps=6", "state.every=2", "batch=largest", "budget_frac=0.9")
         whole = run(*chosen)
         part = run(*chosen, stop_at=3)
-        monkeypatch.setattr(run_module, "choose_batch", None)
+        monkeypatch.setattr(prepare, "choose_batch", None)
         part = run(*chosen, resume=part.folder)
         assert part.result["batch"]["size"] == whole.result["batch"]["size"]
         assert part.result["profile"]["source"] == "resumed"
@@ -243,8 +242,8 @@ class TestThePlan:
     def test_another_is_made_when_what_it_depends_on_has_changed(self, run: Run, monkeypatch, change: str) -> None:
         part = run("steps=6", stop_at=2)
         planned: list[Any] = []
-        original = run_module.plan_for_budget
-        monkeypatch.setattr(run_module, "plan_for_budget", lambda *a: planned.append(original(*a)) or planned[-1])
+        original = planning.plan_for_budget
+        monkeypatch.setattr(planning, "plan_for_budget", lambda *a: planned.append(original(*a)) or planned[-1])
         part = run("steps=6", change, resume=part.folder)
         assert (part.code in (0, 4), len(planned), len(part.rows)) == (True, 1, 6)
 
@@ -449,15 +448,17 @@ class TestFaults:
 class TestSignals:
     """C25, one process."""
 
-    @pytest.mark.parametrize("phase", ["profile_model", "prove_model"])
-    def test_before_the_first_update_there_is_nothing_to_save(self, run: Run, monkeypatch, caplog, phase: str) -> None:
-        original = getattr(run_profile if phase == "profile_model" else run_module, phase)
+    @pytest.mark.parametrize(("module", "phase"), [(profiling, "profile_model"), (proving, "prove_model")])
+    def test_before_the_first_update_there_is_nothing_to_save(
+        self, run: Run, monkeypatch, caplog, module: ModuleType, phase: str
+    ) -> None:
+        original = getattr(module, phase)
 
         def interrupted(*arguments: Any, **options: Any) -> Any:
             os.kill(os.getpid(), signal.SIGTERM)
             return original(*arguments, **options)
 
-        monkeypatch.setattr(run_profile if phase == "profile_model" else run_module, phase, interrupted)
+        monkeypatch.setattr(module, phase, interrupted)
         caplog.set_level("INFO")
         part = run("steps=6")
         assert (part.code, part.result["state"]["path"]) == (143, None)

@@ -19,20 +19,17 @@ from typing import Any
 import pytest
 import torch
 
-import ckptplan.run as run_module
-import ckptplan.run_profile as run_profile
 from ckptplan import choices
 from ckptplan.config import config_hash, load_config, resolve
 from ckptplan.curve import PlanCurve
 from ckptplan.errors import ConfigError, NonFiniteError
-from ckptplan.measure import profile_model
 from ckptplan.plan import CheckpointPlan
 from ckptplan.profiles import ChainProfile
 from ckptplan.proof import prove_model
 from ckptplan.record import RunResult, load_metrics, load_result
-from ckptplan.run import run_job
+from ckptplan.run import profiling, proving, run_job, trained
 from ckptplan.state import CheckpointManager
-from ckptplan.training import accumulate_gradients, train
+from ckptplan.training import accumulate_gradients
 
 TINY = (
     "debug=fast",
@@ -108,7 +105,7 @@ def test_a_plan_made_under_another_autocast_is_noted(run) -> None:
     ],
 )
 def test_what_the_optimizer_refuses_is_an_error_of_the_configuration(run, monkeypatch, change, message) -> None:
-    monkeypatch.setattr(run_profile, "profile_model", lambda *_, **__: pytest.fail("profiled all the same"))
+    monkeypatch.setattr(profiling, "profile_model", lambda *_, **__: pytest.fail("profiled all the same"))
     overrides = [f"optimizer.{key}={value}".replace(" ", "") for key, value in change.items()]
     with pytest.raises(ConfigError, match=rf"optimizer: torch\.optim\.\w+ refuses its arguments: {re.escape(message)}"):
         run("optimizer=adamw", *overrides)
@@ -240,7 +237,7 @@ class TestEnds:
             proof = prove_model(*args, **kwargs)
             return replace(proof, peak_bytes=int(proof.peak_bytes * 0.98))
 
-        monkeypatch.setattr(run_module, "prove_model", half)
+        monkeypatch.setattr(proving, "prove_model", half)
         code, result, _ = run("planner=dp")
         assert (code, result["status"], result["error"]["type"]) == (6, "mismatch", "PredictionMismatch")
         assert result["memory"]["prediction_error"] == pytest.approx(0.0204, abs=0.001)
@@ -254,7 +251,7 @@ class TestEnds:
 
             return prove_model(model, plan, batch, loss_or_error, **options)
 
-        monkeypatch.setattr(run_module, "prove_model", full)
+        monkeypatch.setattr(proving, "prove_model", full)
         code, result, _ = run("planner=all", "budget_frac=1.0")
         assert (code, result["status"]) == (5, "oom")
         assert result["error"]["type"] == "OutOfMemoryError"
@@ -272,7 +269,7 @@ class TestEnds:
         def full(*args: Any, **options: Any) -> Any:
             raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 99999 bytes")
 
-        monkeypatch.setattr(run_module, "train", full)
+        monkeypatch.setattr(trained, "train", full)
         code, result, _ = run("planner=dp")
         assert (code, result["status"], result["error"]["type"]) == (5, "oom", "RuntimeError")
         assert result["memory"]["measured_peak_bytes"] > 0
@@ -353,7 +350,7 @@ class TestEnds:
         assert load_result(run.folder)["error"]["type"] == "ConfigError"
 
     def test_a_plan_of_other_blocks_is_refused_before_anything_is_measured(self, run, monkeypatch) -> None:
-        monkeypatch.setattr(run_profile, "profile_model", lambda *_, **__: pytest.fail("profiled all the same"))
+        monkeypatch.setattr(profiling, "profile_model", lambda *_, **__: pytest.fail("profiled all the same"))
         with pytest.raises(ConfigError, match=r"planner\.text=R\(7\): "):
             run("planner=text", "planner.text='R(7)'")
 
@@ -417,15 +414,17 @@ class TestSharedProfile:
 
 class TestSignals:
     @pytest.mark.parametrize(
-        ("phase", "original"), [("profile_model", profile_model), ("prove_model", prove_model), ("train", train)]
+        ("module", "phase"), [(profiling, "profile_model"), (proving, "prove_model"), (trained, "train")]
     )
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-    def test_one_signal_ends_each_phase_with_its_code(self, run, monkeypatch, phase, original, number, code) -> None:
+    def test_one_signal_ends_each_phase_with_its_code(self, run, monkeypatch, module, phase, number, code) -> None:
+        original = getattr(module, phase)
+
         def interrupted(*args: Any, **kwargs: Any) -> Any:
             os.kill(os.getpid(), number)
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(run_profile if phase == "profile_model" else run_module, phase, interrupted)
+        monkeypatch.setattr(module, phase, interrupted)
         handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
         found, result, _ = run("planner=dp", "steps=10000")
         assert (found, result["status"]) == (code, "interrupted")

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import ckptplan.run as run_module
-import ckptplan.run_profile as run_profile
 import ckptplan.training as training
 from ckptplan.config import load_config, resolve, shell_override
 from ckptplan.errors import PlanIncompatibleError
@@ -19,7 +17,7 @@ from ckptplan.planners import no_checkpoint_peak, plan_checkpoints
 from ckptplan.profiles import ChainProfile
 from ckptplan.proof import prove_model
 from ckptplan.record import load_result
-from ckptplan.run import run_job
+from ckptplan.run import profiling, proving, run_job
 from ckptplan.simulate import simulate_plan
 from ckptplan.smaller_batches import profile_or_scale
 from tests.test_run import TINY, read_state
@@ -105,7 +103,7 @@ def test_a_run_whose_batch_cannot_be_measured_plans_from_smaller_ones(
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return profile_model(model, blocks, batch, *args, **options)
 
-    monkeypatch.setattr(run_profile, "profile_model", measure)
+    monkeypatch.setattr(profiling, "profile_model", measure)
     code, result = run(compose, tmp_path, "data.batch_size=12", "state=off")
     assert (code, result["status"]) == (0, "ok")
     assert abs(result["memory"]["prediction_error"]) <= 0.01, "proven by a real step of 12 samples"
@@ -123,7 +121,7 @@ def test_a_plan_whose_proof_runs_out_of_memory_is_made_tighter_and_trained(
             raise no_memory()
         return prove_model(model, plan, *args, **options)
 
-    monkeypatch.setattr(run_module, "prove_model", prove)
+    monkeypatch.setattr(proving, "prove_model", prove)
     code, result = run(compose, tmp_path, "budget_frac=0.9", "state=off")
     assert (code, result["status"]) == (0, "ok")
     taken = result["memory"]["predicted_peak_bytes"]

@@ -27,12 +27,12 @@ OWN_LOADER = tuple(text.replace("noisy_samples", "OwnLoader") for text in SETTIN
 PROGRAM = """
 import sys, time
 from pathlib import Path
-import ckptplan.resuming, ckptplan.run, ckptplan.run_profile, ckptplan.training
+import ckptplan.resuming, ckptplan.run, ckptplan.run.profiling, ckptplan.run.proving, ckptplan.training
 from ckptplan.cli import main
 phase, marker = sys.argv[1], Path(sys.argv[2])
 places = {
-    "profile": (ckptplan.run_profile, "profile_model", 1),
-    "proof": (ckptplan.run, "prove_model", 1),
+    "profile": (ckptplan.run.profiling, "profile_model", 1),
+    "proof": (ckptplan.run.proving, "prove_model", 1),
     "warm-up": (ckptplan.training, "_optimizer_step", 3),  # of 5 steps
     "training": (ckptplan.training, "_optimizer_step", 12),
     "evaluation": (ckptplan.training, "evaluate", 2),
