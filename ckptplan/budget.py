@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ckptplan.config import RunConfig, config_error
+from ckptplan.config import RunConfig
+from ckptplan.config.wording import config_error
 from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError
 from ckptplan.footprint import Room, StaticBytes, room_of
 from ckptplan.plan import CheckpointPlan

@@ -22,18 +22,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ckptplan import launched
-from ckptplan.config import (
-    RunConfig,
-    config_error,
-    explain_omegaconf,
-    hydra_text,
-    job_folder_name,
-    load_config,
-    nearest,
-    register_schema,
-    resolve,
-    shell_override,
-)
+from ckptplan.config import RunConfig, register_schema
+from ckptplan.config.explaining import explain_omegaconf
+from ckptplan.config.loading import job_folder_name, load_config, resolve
+from ckptplan.config.wording import config_error, hydra_text, nearest, shell_override
 from ckptplan.console import lasting_output
 from ckptplan.errors import CkptplanError, ConfigError
 from ckptplan.jobs import EXIT_BAD_CONFIG, end_with_launcher

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ckptplan.config import SweepConfig, config_error, hydra_text
+from ckptplan.config import SweepConfig
+from ckptplan.config.wording import config_error, hydra_text
 from ckptplan.errors import CkptplanError, ConfigError
 from ckptplan.jobs import Job, RunningJob, complete, stop_jobs
 from ckptplan.record import ErrorRecord, load_result

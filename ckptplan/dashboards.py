@@ -10,7 +10,8 @@ import importlib.util
 import logging
 from typing import Any
 
-from ckptplan.config import LoggerConfig, config_error
+from ckptplan.config import LoggerConfig
+from ckptplan.config.wording import config_error
 from ckptplan.tracking import has_key, host
 
 log = logging.getLogger(__name__)

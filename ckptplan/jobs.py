@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptplan.config import config_error
+from ckptplan.config.wording import config_error
 from ckptplan.errors import CkptplanError
 from ckptplan.processes import end_with_parent
 from ckptplan.record import ErrorRecord, RunResult, load_result, write_atomic

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from ckptplan.budget import PlannedRun
-from ckptplan.config import BUDGET_KEYS, RunConfig, StateConfig, config_error, shell_override
+from ckptplan.config import BUDGET_KEYS, RunConfig, StateConfig
+from ckptplan.config.wording import config_error, shell_override
 from ckptplan.data import Batch
 from ckptplan.engine.ranks import Ranks
 from ckptplan.errors import (

@@ -18,15 +18,9 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ckptplan.config import (
-    BUDGET_KEYS,
-    UNHASHED_KEYS,
-    config_error,
-    config_hash,
-    hydra_text,
-    nearest,
-    shell_override,
-)
+from ckptplan.config import BUDGET_KEYS, UNHASHED_KEYS
+from ckptplan.config.loading import config_hash
+from ckptplan.config.wording import config_error, hydra_text, nearest, shell_override
 from ckptplan.record import flatten, write_atomic
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ckptplan.config import RuntimeConfig, config_error
+from ckptplan.config import RuntimeConfig
+from ckptplan.config.wording import config_error
 from ckptplan.devices import DEVICES, Device
 from ckptplan.randomness import seed_everything
 

@@ -22,7 +22,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from ckptplan.config import SweepConfig, config_error
+from ckptplan.config import SweepConfig
+from ckptplan.config.wording import config_error
 from ckptplan.errors import CkptplanError
 from ckptplan.jobs import CONSOLE_FILE, Job, RunningJob, last_lines, stop_jobs
 from ckptplan.record import load_result

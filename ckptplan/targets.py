@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptplan.config import PlannerConfig, RunConfig, config_error, nearest
+from ckptplan.config import PlannerConfig, RunConfig
+from ckptplan.config.wording import config_error, nearest
 from ckptplan.errors import CkptplanError, ConfigError, TargetImportError
 from ckptplan.nodes import Compiled, CompiledModel, PlanNode, nodes_text, parse_plan_text
 from ckptplan.plan import CheckpointPlan

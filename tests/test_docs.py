@@ -153,7 +153,7 @@ def test_values_in_the_documented_form_arrive_as_the_same_text() -> None:
 def loaded_name(argument: str) -> str | None:
     from hydra import compose, initialize_config_dir
 
-    from ckptplan.config import load_config
+    from ckptplan.config.loading import load_config
 
     cli.prepare_hydra(reserve_folders=False)
     with initialize_config_dir(version_base="1.3", config_dir=str(cli.config_folder())):

@@ -96,7 +96,7 @@ def unknown_key(_: Path) -> None:
     from hydra import compose, initialize_config_dir
 
     from ckptplan import cli
-    from ckptplan.config import load_config
+    from ckptplan.config.loading import load_config
 
     cli.prepare_hydra(reserve_folders=False)
     with initialize_config_dir(version_base="1.3", config_dir=str(cli.config_folder())):

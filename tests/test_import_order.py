@@ -18,7 +18,7 @@ PACKAGE = Path(ckptplan.__file__).parent
 ORDER = """
 errors units processes console strict_json
 clock costs profiles devices
-config record graph options
+config config.wording config.checks config.explaining config.loading record graph options
 randomness runtime trees optim fakes wrappers blocks kernels memory footprint compiling recompute replay twin
 subject selective
 stages work
@@ -43,7 +43,7 @@ dashboards sweeps cluster
 report report.tables report.records report.steps report.figures report.vega report.tradeoff report.charts
 report.page report.export report.text report.__main__
 larger_batches calibrate
-run.estimate run.records run.profiling run.batch run.progress run.prepare run.planning run.ending
+run.estimate run.records run.profiling run.batch run.progress run.preparing run.planning run.ending
 run.proving run.trained run
 telling engine.launch cli engine.worker __main__
 """.split()
@@ -51,7 +51,8 @@ telling engine.launch cli engine.worker __main__
 # What plans, checks and reports without a model at hand.
 TORCH_FREE = """
 clock devices
-errors units processes console strict_json config targets record graph options costs profiles selective nodes plan gaps
+errors units processes console strict_json config config.wording config.checks config.explaining config.loading
+targets record graph options costs profiles selective nodes plan gaps
 recompute_cost in_replay simulate check planners planners.tables planners.heuristic planners.fixed planners.flat
 planners.options planners.stairs planners.stretches
 planners.nested planners.milp planners.compiled planners.budgets planners.reasons curve explanation certificate

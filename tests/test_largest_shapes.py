@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckptplan.budget import PlannedRun
-from ckptplan.config import load_config, resolve
+from ckptplan.config.loading import load_config, resolve
 from ckptplan.data import Batch
 from ckptplan.engine.ranks import Ranks
 from ckptplan.engine.shares import SharedData

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ckptplan.config import load_config, resolve
+from ckptplan.config.loading import load_config, resolve
 from ckptplan.data import Batch
 from ckptplan.measure import profile_model
 from ckptplan.peak_watch import PeakWatch, WatchedPeak

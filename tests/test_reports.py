@@ -13,7 +13,7 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from ckptplan.config import load_config, resolve
+from ckptplan.config.loading import load_config, resolve
 from ckptplan.data.text import stdlib_text
 from ckptplan.data.tokens import synthetic_tokens
 from ckptplan.run import profiling, run_job, trained

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from ckptplan import resuming
-from ckptplan.config import load_config, resolve
+from ckptplan.config.loading import load_config, resolve
 from ckptplan.errors import ConfigError, SaveFailedError
 from ckptplan.record import StateRecord, load_metrics, load_result
-from ckptplan.run import planning, prepare, profiling, proving, run_job, trained
+from ckptplan.run import planning, preparing, profiling, proving, run_job, trained
 from ckptplan.state import CheckpointManager
 from ckptplan.training import Position
 from tests import run_models
@@ -231,7 +231,7 @@ class TestThePlan:
         chosen = ("steps=6", "state.every=2", "batch=largest", "budget_frac=0.9")
         whole = run(*chosen)
         part = run(*chosen, stop_at=3)
-        monkeypatch.setattr(prepare, "choose_batch", None)
+        monkeypatch.setattr(preparing, "choose_batch", None)
         part = run(*chosen, resume=part.folder)
         assert part.result["batch"]["size"] == whole.result["batch"]["size"]
         assert part.result["profile"]["source"] == "resumed"

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from ckptplan import choices
-from ckptplan.config import config_hash, load_config, resolve
+from ckptplan.config.loading import config_hash, load_config, resolve
 from ckptplan.curve import PlanCurve
 from ckptplan.errors import ConfigError, NonFiniteError
 from ckptplan.plan import CheckpointPlan

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from ckptplan import cli, sweeps
-from ckptplan.config import config_yaml, hydra_text, resolve, shell_override
+from ckptplan.config.loading import config_yaml, resolve
+from ckptplan.config.wording import hydra_text, shell_override
 from ckptplan.errors import ConfigError
 from ckptplan.runs import find_run, latest_folder, merge_typed, remember_typed, typed_value
 

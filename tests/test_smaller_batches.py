@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import ckptplan.training as training
-from ckptplan.config import load_config, resolve, shell_override
+from ckptplan.config.loading import load_config, resolve
+from ckptplan.config.wording import shell_override
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.measure import profile_model
 from ckptplan.plan import CheckpointPlan

@@ -22,7 +22,9 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from ckptplan import cli, sweeps
-from ckptplan.config import SweepConfig, load_config, shell_override
+from ckptplan.config import SweepConfig
+from ckptplan.config.loading import load_config
+from ckptplan.config.wording import shell_override
 from ckptplan.errors import CkptplanError, ConfigError
 from ckptplan.jobs import Job, RunningJob, run_in_process
 from ckptplan.record import BudgetRecord, MemoryRecord, RunRecorder, RunResult, load_result

@@ -26,7 +26,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from ckptplan import launched
-from ckptplan.config import RunConfig, check_batch_divides, config_error, load_config
+from ckptplan.config import RunConfig
+from ckptplan.config.checks import check_batch_divides
+from ckptplan.config.loading import load_config
+from ckptplan.config.wording import config_error
 from ckptplan.engine.ranks import Ranks
 from ckptplan.jobs import LAUNCHER_VARIABLE
 from ckptplan.record import ErrorRecord, RunResult, load_result, write_atomic

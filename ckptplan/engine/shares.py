@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptplan.config import check_batch_divides
+from ckptplan.config.checks import check_batch_divides
 from ckptplan.data import IGNORE_INDEX, Batch
 from ckptplan.data.dataset import Dataset
 from ckptplan.engine.ranks import Ranks

@@ -21,7 +21,8 @@ import torch
 
 from ckptplan.budget import plan_for_budget
 from ckptplan.certificate import certify
-from ckptplan.config import RunConfig, config_hash
+from ckptplan.config import RunConfig
+from ckptplan.config.loading import config_hash
 from ckptplan.devices import DEVICES
 from ckptplan.engine.ranks import Ranks
 from ckptplan.record import BudgetRecord, EngineRecord, RunRecorder, RunResult, environment, exit_code
@@ -32,7 +33,7 @@ from ckptplan.resuming import RunStates, plan_made_for
 from ckptplan.run.ending import ended, final_status, is_finished
 from ckptplan.run.estimate import AbsentDevice, record_profile
 from ckptplan.run.planning import certify_if_eager, keep_certificate, keep_plan, profile_and_plan, tell_rows
-from ckptplan.run.prepare import build_data, build_model, find_shapes, note_static_bytes, prepare, runtime_of_run
+from ckptplan.run.preparing import build_data, build_model, find_shapes, note_static_bytes, prepare, runtime_of_run
 from ckptplan.run.progress import RunInProgress, changes_since, loss_fn
 from ckptplan.run.proving import prove_or_tighten
 from ckptplan.run.records import short_name

@@ -11,7 +11,8 @@ from torch import nn
 from ckptplan.batch_size import Maximized, Search, resized
 from ckptplan.blocks import CheckpointableBlock
 from ckptplan.budget import budget_at_any_size
-from ckptplan.config import BUDGET_KEYS, RunConfig, config_error
+from ckptplan.config import BUDGET_KEYS, RunConfig
+from ckptplan.config.wording import config_error
 from ckptplan.data import Batch
 from ckptplan.footprint import StaticBytes
 from ckptplan.record import RunResult

@@ -6,7 +6,8 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from ckptplan.config import RunConfig, config_error, shell_override
+from ckptplan.config import RunConfig
+from ckptplan.config.wording import config_error, shell_override
 from ckptplan.engine.ranks import Ranks
 from ckptplan.errors import InfeasibleTargetError, RankFailedError, RunInterruptedError, StepMismatchError
 from ckptplan.plan import CheckpointPlan

@@ -14,7 +14,8 @@ from rich.console import Console
 from torch import nn
 
 from ckptplan.blocks import CheckpointableBlock
-from ckptplan.config import RunConfig, config_error
+from ckptplan.config import RunConfig
+from ckptplan.config.wording import config_error
 from ckptplan.data import Batch
 from ckptplan.devices import Calibration
 from ckptplan.errors import BlockDeclarationError, ConfigError, DryRunError, UnsupportedBoundaryError

@@ -12,7 +12,8 @@ from typing import Any
 from rich.console import Console
 
 from ckptplan.blocks import BlockSelection
-from ckptplan.config import RunConfig, config_yaml
+from ckptplan.config import RunConfig
+from ckptplan.config.loading import config_yaml
 from ckptplan.data import Batch
 from ckptplan.engine.ranks import Ranks
 from ckptplan.footprint import StaticBytes

@@ -16,15 +16,9 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from ckptplan.config import (
-    RunConfig,
-    config_error,
-    config_hash,
-    hydra_text,
-    job_folder_name,
-    load_config,
-    resolve,
-)
+from ckptplan.config import RunConfig
+from ckptplan.config.loading import config_hash, job_folder_name, load_config, resolve
+from ckptplan.config.wording import config_error, hydra_text
 from ckptplan.errors import ConfigError
 from ckptplan.runs import AUTO, find_run, find_same, overrides_to_resume, typed_value, without
 

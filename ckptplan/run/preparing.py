@@ -13,7 +13,7 @@ from torch import nn
 
 from ckptplan.blocks import BlockSelection, select_blocks
 from ckptplan.compiling import require_compiler
-from ckptplan.config import config_error
+from ckptplan.config.wording import config_error
 from ckptplan.data import Batch
 from ckptplan.data.dataset import Dataset
 from ckptplan.data.loading import CAN_HAVE_WORKERS
