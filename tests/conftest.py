@@ -50,7 +50,7 @@ def compose() -> Iterator[Compose]:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from ckptplan.cli import CONFIG_NAME, config_folder, prepare_hydra
+    from ckptplan.hydra_folders import CONFIG_NAME, config_folder, prepare_hydra
 
     prepare_hydra(reserve_folders=False)
 

@@ -17,7 +17,9 @@ import pytest
 
 import ckptplan
 from ckptplan import cli
+from ckptplan.command_line import overrides_together
 from ckptplan.errors import CkptplanError, ConfigError, InfeasibleTargetError
+from ckptplan.hydra_folders import fresh_folder
 from ckptplan.plan import CheckpointPlan
 
 REPOSITORY = Path(cli.__file__).resolve().parent.parent
@@ -315,7 +317,7 @@ def test_a_folder_that_holds_a_run_is_refused_also_one_that_was_killed_or_is_goi
 def test_folders_made_in_the_same_second_differ(tmp_path: Path) -> None:
     folders: list[Path] = []
     threads = [
-        threading.Thread(target=lambda: folders.extend(cli.fresh_folder(tmp_path) for _ in range(10))) for _ in range(4)
+        threading.Thread(target=lambda: folders.extend(fresh_folder(tmp_path) for _ in range(10))) for _ in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -418,7 +420,7 @@ def test_ctrl_c_while_python_still_imports_is_a_quiet_end(tmp_path: Path, script
     ids=" ".join,
 )
 def test_flags_may_stand_between_overrides(typed: list[str], meant: list[str]) -> None:
-    assert cli.overrides_together(typed) == meant
+    assert overrides_together(typed) == meant
 
 
 @pytest.mark.parametrize(

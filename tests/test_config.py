@@ -14,12 +14,12 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from ckptplan import config as config_module
-from ckptplan.cli import config_folder
 from ckptplan.config import BUDGET_KINDS, DType, RunConfig
 from ckptplan.config.loading import config_hash, config_yaml, job_folder_name, load_config, resolve
 from ckptplan.config.wording import expected_words, nearest, shell_override
 from ckptplan.devices import DEVICES
 from ckptplan.errors import ConfigError
+from ckptplan.hydra_folders import config_folder
 from ckptplan.targets import check_targets
 
 Compose = Callable[..., DictConfig]

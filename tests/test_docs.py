@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ckptplan import cli, sweeps
 from ckptplan.config import RunConfig
+from ckptplan.hydra_folders import config_folder, prepare_hydra
 from ckptplan.record import METRIC_KEYS, STATUS_EXIT_CODES, RunResult, flatten
 
 REPOSITORY = Path(cli.__file__).resolve().parent.parent
@@ -155,8 +156,8 @@ def loaded_name(argument: str) -> str | None:
 
     from ckptplan.config.loading import load_config
 
-    cli.prepare_hydra(reserve_folders=False)
-    with initialize_config_dir(version_base="1.3", config_dir=str(cli.config_folder())):
+    prepare_hydra(reserve_folders=False)
+    with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
         return load_config(compose("train", overrides=[argument])).name
 
 

@@ -45,7 +45,7 @@ report.page report.export report.text report.__main__
 larger_batches calibrate
 run.estimate run.records run.profiling run.batch run.progress run.preparing run.planning run.ending
 run.proving run.trained run
-telling engine.launch cli engine.worker __main__
+telling hydra_folders command_line engine.launch cli engine.worker __main__
 """.split()
 
 # What plans, checks and reports without a model at hand.
@@ -58,7 +58,7 @@ planners.options planners.stairs planners.stretches
 planners.nested planners.milp planners.compiled planners.budgets planners.reasons curve explanation certificate
 data.spec runs jobs sweep_table sweeps cluster report report.tables report.records report.steps report.figures
 report.vega report.tradeoff report.charts report.page report.export report.text report.__main__ cli
-engine engine.worst engine.gathered launched telling
+engine engine.worst engine.gathered launched telling hydra_folders command_line
 """.split()
 
 
