@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         NoDifferentiableOutputError,
         PlanIncompatibleError,
         PlannerScaleError,
+        SizeRefusedError,
         StepMismatchError,
         TimingOnlyProfileError,
         UnsupportedBoundaryError,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from ckptplan.plan import CheckpointDecision, CheckpointPlan
     from ckptplan.planners import plan_checkpoints
     from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
+    from ckptplan.sequence_length import LengthPoint, Longest, longest_sequence
     from ckptplan.simulate import PlanCost, simulate_plan
     from ckptplan.validate import validate_plan
 
@@ -98,6 +100,9 @@ _MODULE_OF_NAME = {
     "Fitted": "autofit",
     "maximize": "batch_size",
     "Maximized": "batch_size",
+    "longest_sequence": "sequence_length",
+    "Longest": "sequence_length",
+    "LengthPoint": "sequence_length",
     "BatchPoint": "batch_size",
     "LargerBatchWarning": "errors",
     "CkptplanError": "errors",
@@ -112,6 +117,7 @@ _MODULE_OF_NAME = {
     "StepMismatchError": "errors",
     "UnsupportedPlanVersionError": "errors",
     "PlannerScaleError": "errors",
+    "SizeRefusedError": "errors",
     "DryRunError": "errors",
 }
 
@@ -164,6 +170,9 @@ __all__ = [  # noqa: RUF022 - data-path order
     "Fitted",
     "maximize",
     "Maximized",
+    "longest_sequence",
+    "Longest",
+    "LengthPoint",
     "BatchPoint",
     "LargerBatchWarning",
     "CkptplanError",
@@ -178,6 +187,7 @@ __all__ = [  # noqa: RUF022 - data-path order
     "StepMismatchError",
     "UnsupportedPlanVersionError",
     "PlannerScaleError",
+    "SizeRefusedError",
     "DryRunError",
     "__version__",
 ]

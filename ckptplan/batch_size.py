@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -15,14 +15,14 @@ from ckptplan.autofit import allowed_bytes, parse_budget, static_of
 from ckptplan.blocks import CheckpointableBlock
 from ckptplan.budget import least_peak_of
 from ckptplan.dry_run import verify_plan
-from ckptplan.errors import DryRunError, InfeasibleTargetError
-from ckptplan.footprint import StaticBytes
+from ckptplan.errors import MODEL_ERRORS, CkptplanError, DryRunError, InfeasibleTargetError, SizeRefusedError
+from ckptplan.footprint import StaticBytes, available_host_bytes
 from ckptplan.measure import profile_model
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import PLANNERS_WITH_OPTIONS, no_checkpoint_peak, plan_checkpoints
 from ckptplan.planners.budgets import budget_for, step_cost
 from ckptplan.profiles import ChainProfile
-from ckptplan.proof import pair_of_model, peak_of_planned_step
+from ckptplan.proof import is_out_of_memory, pair_of_model, peak_of_planned_step
 from ckptplan.recompute_cost import plan_recompute_cost
 from ckptplan.scaling import AffineProfile, largest
 from ckptplan.subject import LossFn, default_device
@@ -34,6 +34,7 @@ MOST_TRIALS = 3  # real steps
 _STEPS_OF_CURVE = 24  # sizes that are planned for when the global batch is free
 
 Objective = Literal["throughput", "batch"]
+_Measured = TypeVar("_Measured")
 Budget = tuple[str, int | float]  # kind of target and value, as plan_checkpoints takes them
 
 
@@ -183,8 +184,27 @@ def resized(batch: Any, size: int) -> Any:
     return map_tensors(batch, rows)
 
 
-def _batch_bytes(batch: Any) -> int:
+def batch_bytes(batch: Any) -> int:
+    """Of the storages of a batch, each counted once."""
     return sum(t.untyped_storage().nbytes() for t in distinct_storages(tensors_in(batch)))
+
+
+def measured_or_refused(measure: Callable[[], _Measured], what: str, *, is_own: bool) -> _Measured:
+    """``measure()``; an error of the model's own at a size that was made up is one that names the size.
+
+    Args:
+        what: the size, in words.
+        is_own: the size is that of the batch that was given: the model's error is raised as it is.
+
+    Raises ``SizeRefusedError``.
+    """
+    try:
+        return measure()
+    except MODEL_ERRORS as error:
+        if is_own or isinstance(error, CkptplanError) or is_out_of_memory(error):
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise SizeRefusedError(f"the model does not run with {what}: {type(error).__name__}: {reason}") from error
 
 
 @dataclass(frozen=True)
@@ -251,9 +271,14 @@ class Search:
 
     def measured(self, size: int) -> ChainProfile:
         with_options = self.planner in PLANNERS_WITH_OPTIONS and importlib.util.find_spec("scipy") is not None
-        return profile_model(
-            self.model, self.blocks, self.of_size(size), self.loss_fn, device=self.device, selective=with_options
-        )
+        batch = self.of_size(size)
+
+        def measure() -> ChainProfile:
+            return profile_model(
+                self.model, self.blocks, batch, self.loss_fn, device=self.device, selective=with_options
+            )
+
+        return measured_or_refused(measure, f"a batch of {size}", is_own=size == self.count)
 
     @cached_property
     def standing(self) -> StaticBytes:
@@ -272,13 +297,26 @@ class Search:
     def allowed(self, size: int) -> int:
         """Bytes that the activations of a micro-batch of this size may take."""
         kind, amount = self.budget
-        low, high = (_batch_bytes(self.resize(self.batch, n)) for n in self.sizes)
-        row = (high - low) // (self.sizes[1] - self.sizes[0])
-        static = replace(self.standing, batch_bytes=high + (size - self.sizes[1]) * row)
+        static = replace(self.standing, batch_bytes=self._batch_bytes_at(size))
         return allowed_bytes(kind, amount, self._own_peak, static, self.device, self.margin_frac)
 
+    def _batch_bytes_at(self, size: int) -> int:
+        low, high = self._bytes_of_batches
+        row = (high - low) // (self.sizes[1] - self.sizes[0])
+        return high + (size - self.sizes[1]) * row
+
+    @cached_property
+    def _bytes_of_batches(self) -> tuple[int, int]:
+        low, high = (batch_bytes(self.resize(self.batch, n)) for n in self.sizes)
+        return low, high
+
     def fits(self, size: int) -> bool:
-        return self._fits_by(self.profile(size), size)
+        try:
+            return self._fits_by(self.profile(size), size)
+        except (
+            SizeRefusedError
+        ):  # one sample, as norms over the batch refuse it; what does not fit is the smallest then
+            return False
 
     def _fits_by(self, profile: ChainProfile, size: int) -> bool:
         return least_peak_of(self.planner, profile)[0] <= self.allowed(size)
@@ -337,7 +375,11 @@ class Search:
 
     def _refuse(self) -> None:
         allowed = self.allowed(1)
-        least, at = least_peak_of(self.planner, self.profile(1))
+        try:
+            profile = self.profile(1)
+        except SizeRefusedError:
+            profile = self.profile_at(1)
+        least, at = least_peak_of(self.planner, profile)
         raise InfeasibleTargetError(
             f"not even one sample fits: its least activation peak is {format_bytes(least)}, set by {at}, and "
             f"the budget leaves {format_bytes(allowed)} for activations; give more, or take a smaller model",
@@ -349,6 +391,9 @@ class Search:
     def _confirmed_by_dry_runs(self, size: int, ladder: Sequence[int], notes: list[str]) -> int:
         """The size itself where the plan for it is seen to fit there and not at the next; else the next that does."""
         place = ladder.index(size)
+        if self._is_beyond_this_machine(self._batch_bytes_at(size)):
+            notes.append("the largest batch is not confirmed: this machine has no memory free for such a batch")
+            return size
         try:
             while place >= 0 and self._dry_peak(ladder[place]) > self.allowed(ladder[place]):
                 notes.append(f"a batch of {ladder[place]} was predicted to fit and does not, by its dry run")
@@ -381,9 +426,10 @@ class Search:
         """Sizes without those that a real step shows not to fit, and the measured peak of the answer."""
         for _ in range(MOST_TRIALS):
             chosen = points[-1] if self.objective == "batch" else max(points, key=lambda p: p.samples_per_s)
-            batch = self.of_size(chosen.batch_size)
-            peak = peak_of_planned_step(pair_of_model(self.model, chosen.plan, batch, self.loss_fn, self.device))
-            told = "ran out of memory" if peak is None else f"took {format_bytes(peak)}"
+            if self._is_beyond_this_machine(chosen.predicted_peak_bytes):
+                notes.append(f"no real step of {chosen.batch_size} was run: this machine has not as much memory free")
+                return points, None
+            told, peak = self._real_step(chosen)
             notes.append(f"a real step of {chosen.batch_size} {told}, {format_bytes(chosen.budget_bytes)} allowed")
             if peak is not None and peak <= chosen.budget_bytes:
                 return points, peak
@@ -393,3 +439,20 @@ class Search:
             if not points:
                 break
         raise InfeasibleTargetError(f"no batch was seen to fit by a real step: {'; '.join(notes)}")
+
+    def _real_step(self, point: BatchPoint) -> tuple[str, int | None]:
+        """What became of a step, in words, and its activation peak; None: it was not finished."""
+        batch = self.of_size(point.batch_size)
+
+        def run() -> int | None:
+            return peak_of_planned_step(pair_of_model(self.model, point.plan, batch, self.loss_fn, self.device))
+
+        try:
+            peak = measured_or_refused(run, f"a batch of {point.batch_size}", is_own=point.batch_size == self.count)
+        except SizeRefusedError as error:
+            return f"failed ({error})", None
+        return ("ran out of memory" if peak is None else f"took {format_bytes(peak)}"), peak
+
+    def _is_beyond_this_machine(self, peak_bytes: int) -> bool:
+        """A CPU has no allocator that says no: the system would end this process, or others."""
+        return self.device.type == "cpu" and peak_bytes > available_host_bytes()

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+# What the forward of a model raises on an input that does not fit it.
+MODEL_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError, AttributeError)
+
 
 class CkptplanError(Exception):
     """Base of all errors of this package."""
@@ -109,6 +112,10 @@ class StepMismatchError(CkptplanError):
 
 class DryRunError(CkptplanError):
     """A step cannot be run on fake tensors: it decides by values, or has an operator that knows no fake tensors."""
+
+
+class SizeRefusedError(CkptplanError):
+    """The model fails on a batch of a size that was made up to look at it: the message has the size and its error."""
 
 
 class LargerBatchWarning(UserWarning):

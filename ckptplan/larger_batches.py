@@ -1,15 +1,21 @@
-"""The largest batch that fits, by stage figures that are affine in the batch size."""
+"""The largest batch and the longest sequence that fit a device which is not there, by profiles of each size."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ckptplan.errors import MODEL_ERRORS, DryRunError
 from ckptplan.planners import smallest_reachable
 from ckptplan.profiles import ChainProfile
+from ckptplan.scaling import largest_within
 from ckptplan.units import format_bytes
 
 MOST_SAMPLES = 2**16
+MOST_TOKENS = 2**20
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,8 @@ def largest_batch(
 ) -> LargestBatch:
     """The largest number of samples whose smallest reachable peak is within ``room_bytes``.
 
-    Looked for where a line through the peaks at 1 and 2 samples meets the room, then walked to by profiles of the
-    answer and of one more: kernels and the stage that sets the peak may change with the size.
+    Looked for where a line through the peaks at 1 and 2 samples meets the room; the answer and one sample more are
+    profiled: kernels and the stage that sets the peak may change with the size.
 
     Args:
         profiled: batch size -> profile.
@@ -58,29 +64,61 @@ def largest_batch(
     """
     peaks: dict[int, int] = {}
 
-    def needed(samples: int) -> int:
-        if samples not in peaks:
-            peaks[samples] = smallest_reachable(profiled(samples))[0]
-        return peaks[samples] + samples * sample_bytes
+    def over(samples: int) -> int:
+        peaks[samples] = smallest_reachable(profiled(samples))[0]
+        return peaks[samples] + samples * sample_bytes - room_bytes
 
-    if needed(1) > room_bytes:
-        return LargestBatch(0, 0, peaks[1], room_bytes)
-    if most < 2:
-        return LargestBatch(1, peaks[1], 0, room_bytes)
-    slope = max(1, needed(2) - needed(1))
-    low, high = 1, None  # fits, does not fit
-    guess = max(1, min(most, 1 + (room_bytes - needed(1)) // slope))
-    while high is None or high - low > 1:
-        if needed(guess) <= room_bytes:
-            low = guess
-            if low == most:
-                break
-            ahead = 1 + (room_bytes - needed(low)) // slope
-            guess = min(most, low + ahead) if high is None else min(high - 1, low + max(1, ahead))
-        else:
-            high = guess
-            behind = -(-(needed(high) - room_bytes) // slope)
-            guess = max(low + 1, min(high - 1, high - behind))
-        if guess in (low, high):
-            break
-    return LargestBatch(low, peaks[low], 0 if low == most else peaks[low + 1], room_bytes)
+    samples = largest_within(over, most)
+    return LargestBatch(samples, peaks.get(samples, 0), peaks.get(samples + 1, 0), room_bytes)
+
+
+@dataclass(frozen=True)
+class LongestSequence:
+    """As ``LargestBatch``, with as many samples as the batch has; lengths are multiples of ``step``."""
+
+    length: int
+    step: int
+    peak_bytes: int
+    next_peak_bytes: int | None
+    room_bytes: int
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        room = format_bytes(self.room_bytes)
+        if not self.length:
+            return f"longest sequence: not even {self.step} tokens fit: there is room for {room}"
+        reached = f"longest sequence: {self.length:,} tokens with the smallest reachable peak"
+        of = f"{reached}, {format_bytes(self.peak_bytes)} of {room}"
+        if self.next_peak_bytes is None:
+            return f"{of}, the longest that was looked at or that the model takes"
+        return f"{of}; {self.length + self.step:,} would take {format_bytes(self.next_peak_bytes)}"
+
+
+def longest_in_room(
+    profiled: Callable[[int], ChainProfile], room_bytes: int, own: int, token_bytes: int = 0, most: int = MOST_TOKENS
+) -> LongestSequence:
+    """The longest sequence whose smallest reachable peak is within ``room_bytes``, to a 64th of the batch's own.
+
+    Args:
+        profiled: length -> profile. Where the model fails at a length, that one counts as too long.
+        room_bytes: for activations and the batch itself.
+        own: length of the batch as it is.
+        token_bytes: of the batch, for each place in its sequences.
+    """
+    step = max(1, own // 64)
+    peaks: dict[int, int] = {}
+
+    def over(count: int) -> int | None:
+        length = count * step
+        try:
+            peaks[length] = smallest_reachable(profiled(length))[0]
+        except (DryRunError, *MODEL_ERRORS) as error:
+            if length == own:
+                raise
+            log.info("at a sequence of %s: %s", f"{length:,}", str(error).partition("\n")[0])
+            return None
+        return peaks[length] + length * token_bytes - room_bytes
+
+    length = step * largest_within(over, max(1, most // step), start=(own // step,), of_nothing=-room_bytes)
+    return LongestSequence(length, step, peaks.get(length, 0), peaks.get(length + step), room_bytes)

@@ -135,6 +135,7 @@ class MemoryRecord:
     training_drift: float | None = None  # share by which it is outside of these
     rows: list[dict[str, Any]] | None = None  # all of the device's memory at the plan's peak: name, bytes, note
     largest_batch_samples: int | None = None
+    longest_sequence: int | None = None
 
 
 @dataclass(slots=True)

@@ -12,10 +12,10 @@ convolution's workspace) breaks the rule; confirm what is found (``batch_size.ma
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil
+from math import ceil, floor, inf
 from typing import Any
 
 from ckptplan.costs import StageCost
@@ -127,6 +127,54 @@ def _of_field(name: str, low: Any, high: Any, line: _Line, where: str) -> Any:
         is_known = None not in shapes
         return {**high, INPUTS_KEY: _between(*shapes, line, where)} if is_known else high
     return high if name in _AS_MEASURED else _between(low, high, line, where)
+
+
+def largest_within(
+    over: Callable[[int], int | None],
+    most: int,
+    *,
+    start: Sequence[int] = (1, 2),
+    of_nothing: int | None = None,
+    growth: float = inf,
+) -> int:
+    """The largest size from 1 to ``most`` that fits; 0: none. Few are looked at: each guess is where a line leads.
+
+    Args:
+        over: bytes above the limit at a size, at or below zero where it fits; None: there is no figure, and it does not
+            fit. Taken to rise with the size.
+        start: the sizes to look at first.
+        of_nothing: ``over(0)``, where it is known without looking.
+        growth: how many times the largest size that fits the next guess may be.
+    """
+    known: dict[int, int | None] = {} if of_nothing is None else {0: of_nothing}
+    good, bad, halve = 0, most + 1, False
+    guesses = [size for size in start if size <= most]
+    while bad - good > 1:
+        gap = bad - good
+        if guesses:
+            size = guesses.pop(0)
+        elif halve:
+            size = (good + bad) // 2
+        else:
+            highest = bad - 1 if bad in known else min(bad - 1, max(good + 1, int(min(growth * max(good, 1), most))))
+            size = max(good + 1, min(_where_a_line_meets(known, good, bad), highest))
+        if not good < size < bad:
+            continue
+        known[size] = value = over(size)
+        good, bad = (size, bad) if value is not None and value <= 0 else (good, size)
+        # Along a curve the guesses creep towards the limit from one side: then every other one halves what is left.
+        halve = not guesses and not halve and bad in known and 2 * (bad - good) > gap
+    return good
+
+
+def _where_a_line_meets(known: Mapping[int, int | None], good: int, bad: int) -> int:
+    """The size at which the line through the two figures nearest to the limit meets it; without such a line halfway."""
+    figures = sorted((abs(value), size, value) for size, value in known.items() if value is not None)[:2]
+    if known.get(bad, 0) is None or len(figures) < 2:
+        return (good + bad) // 2
+    (_, a, of_a), (_, b, of_b) = figures
+    slope = Fraction(of_b - of_a, b - a)
+    return floor(b - of_b / slope) if slope > 0 else bad
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:

@@ -59,6 +59,11 @@ class Decides(Net):
         return super().forward(x) if self.layers[0](x).sum() > 0 else x
 
 
+class FixedSize(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(64, 32))
+
+
 class ChangesOutputs(Net):
     def forward(self, x: Tensor) -> Tensor:
         first = self.layers[0](x)
@@ -243,6 +248,7 @@ EXAMPLES: dict[str, Callable[[Path], object]] = {
     "InfeasibleTargetError": lambda _: ckptplan.fit(Net(), BATCH, loss_fn, 0.01, say=None),
     "PlanIncompatibleError": other_model,
     "StepMismatchError": lambda _: ckptplan.check_equality(Net(Noise()), plan_of("K0 K1 K2 K3"), BATCH, loss_fn),
+    "SizeRefusedError": lambda _: ckptplan.maximize(FixedSize(), BATCH, loss_fn, 0.5, say=None),
     "DryRunError": lambda _: ckptplan.verify_plan(Decides(), plan_of("K0 K1 K2 K3"), BATCH, loss_fn),
     "LargerBatchWarning": larger_batch,
     "UnsupportedPlanVersionError": edited_version,

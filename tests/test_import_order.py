@@ -33,7 +33,7 @@ planners.stairs planners.stretches planners.nested planners.milp planners.compil
 planners.budgets planners.reasons planners
 curve explanation certificate
 estimate
-validate apply dry_run proof equality benchmark budget autofit batch_size smaller_batches
+validate apply dry_run proof equality benchmark budget autofit batch_size smaller_batches sequence_length
 data.spec data.checks data.order data data.loading data.dataset data.digits data.images data.text data.tokens
 models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models.hf models
 profile_cache other_trackers tracking stopping launched

@@ -75,6 +75,7 @@ def test_the_names_stand_in_data_path_order() -> None:
         "benchmark",
         "autofit",
         "batch_size",
+        "sequence_length",
         "errors",
     ]
     modules = list(dict.fromkeys(ckptplan._MODULE_OF_NAME.values()))

@@ -37,7 +37,7 @@ DESIGN_KEYS = {
     "measured_peak_bytes prediction_error within_budget smallest_reachable_bytes peak_at weights_bytes gradients_bytes "
     "optimizer_bytes device_peak_bytes device_reserved_bytes training_peak_bytes "
     "training_expected_bytes training_drift rows "
-    "largest_batch_samples",
+    "largest_batch_samples longest_sequence",
     "engine": "kind ranks gathered_weights_bytes gradient_buckets_bytes per_rank",
     "latency": "step_ms no_checkpoint_step_ms overhead_ratio predicted_overhead_ratio predicted_step_ms "
     "recompute_flops_ratio",

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from ckptplan.batch_size import resized
 from ckptplan.blocks import CheckpointableBlock
 from ckptplan.config import RunConfig
 from ckptplan.config.wording import config_error
@@ -31,12 +32,13 @@ from ckptplan.footprint import (
     sharded,
     static_bytes,
 )
-from ckptplan.larger_batches import largest_batch
+from ckptplan.larger_batches import largest_batch, longest_in_room
 from ckptplan.plan import CheckpointPlan
 from ckptplan.profiles import ChainProfile
 from ckptplan.record import ProfileRecord, RunResult
 from ckptplan.report.tables import footprint_table
 from ckptplan.runtime import Runtime
+from ckptplan.sequence_length import with_length
 from ckptplan.simulate import simulate_plan
 from ckptplan.subject import LossFn
 from ckptplan.units import format_bytes, format_ms, format_percent
@@ -111,28 +113,47 @@ class AbsentDevice:
                 "the optimizer's own step, when activations are gone: %s of temporaries",
                 format_bytes(self.static.optimizer_step_bytes),
             )
-        self._tell_largest_batch(plan, result)
+        if plan.budget_bytes is not None and self.config.target.key == "auto":
+            self._tell_largest_batch(result)
+            self._tell_longest_sequence(result)
 
-    def _tell_largest_batch(self, plan: CheckpointPlan, result: RunResult) -> None:
-        if plan.budget_bytes is None or self.batch.inputs.shape[0] < 1:
-            return
+    @property
+    def _room_for_batch_bytes(self) -> int:
+        """For activations and the batch itself."""
+        return self.room.left_bytes - ((self.static.total_bytes or 0) - self.static.batch_bytes)
+
+    def _profile_of(self, batch: Batch) -> ChainProfile:
+        assert self.runtime.planned_for is not None
+        quick = Estimating(self.runtime.planned_for, calibration_of(self.config), ranged=False)
+        return quick.profile(self.model, self.blocks, batch, self.loss_fn)
+
+    def _tell_largest_batch(self, result: RunResult) -> None:
         samples = self.batch.inputs.shape[0]
-        standing = (self.static.total_bytes or 0) - self.static.batch_bytes
-        room = self.room.left_bytes - standing
-        if self.config.target.key != "auto":
-            return
-
-        def profiled(size: int) -> ChainProfile:
-            picked = torch.arange(size) % samples
-            batch = replace(self.batch, inputs=self.batch.inputs[picked], targets=self.batch.targets[picked])
-            assert self.runtime.planned_for is not None
-            quick = Estimating(self.runtime.planned_for, calibration_of(self.config), ranged=False)
-            return quick.profile(self.model, self.blocks, batch, self.loss_fn)
-
         # beyond that fake tensors would not know the tokens, and models decide by them
         most = max(1, MOST_KNOWN_ELEMENTS // max(1, self.batch.inputs[0].numel()))
-        found = largest_batch(profiled, room, self.static.batch_bytes // samples, most)
+        found = largest_batch(
+            lambda size: self._profile_of(resized(self.batch, size)),
+            self._room_for_batch_bytes,
+            self.static.batch_bytes // samples,
+            most,
+        )
         result.memory.largest_batch_samples = found.samples
+        log.info("%s", found.text)
+
+    def _tell_longest_sequence(self, result: RunResult) -> None:
+        """Of token models: with as many samples as the batch has."""
+        inputs, targets = self.batch.inputs, self.batch.targets
+        if inputs.dim() != 2 or inputs.is_floating_point() or targets.shape != inputs.shape:
+            return
+        samples, own = inputs.shape
+        found = longest_in_room(
+            lambda length: self.profile if length == own else self._profile_of(with_length(self.batch, length)),
+            self._room_for_batch_bytes,
+            own,
+            token_bytes=self.static.batch_bytes // own,
+            most=MOST_KNOWN_ELEMENTS // samples,
+        )
+        result.memory.longest_sequence = found.length
         log.info("%s", found.text)
 
 

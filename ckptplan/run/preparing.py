@@ -21,7 +21,13 @@ from ckptplan.data.spec import explain_mismatch
 from ckptplan.discovery import find_blocks
 from ckptplan.engine.parallel import gradient_order
 from ckptplan.engine.shares import SharedData
-from ckptplan.errors import BlockDeclarationError, CompilerMissingError, ConfigError, PlanIncompatibleError
+from ckptplan.errors import (
+    MODEL_ERRORS,
+    BlockDeclarationError,
+    CompilerMissingError,
+    ConfigError,
+    PlanIncompatibleError,
+)
 from ckptplan.footprint import StaticBytes, optimizer_step_bytes, static_bytes
 from ckptplan.largest_shapes import LargestShapes, find_largest
 from ckptplan.nodes import Selective, nodes_text, parse_plan_text
@@ -164,7 +170,7 @@ def require_fit(run: RunInProgress, model: nn.Module, batch: Batch, runtime: Run
     try:
         with random_state_restored(runtime.device), torch.no_grad():
             loss_fn(runtime)(twin, batch)
-    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError, AttributeError) as error:
+    except MODEL_ERRORS as error:
         if is_out_of_memory(error):
             raise
         shape = ", ".join(map(str, batch.inputs.shape))
