@@ -1,7 +1,7 @@
 """What a layer keeps, beside the equation of Korthikanti et al. (2022), arXiv:2205.05198: s b h (34 + 5 a s / h) bytes.
 
-The equation counts a GPT layer with dropout in 16 bit, masks of one byte. It leaves out what this test adds exactly: the
-statistics of two norms, and of the flash kernel one float32 for each row of each head and the random state.
+The equation counts a GPT layer with dropout in 16 bit, masks of one byte. It leaves out what this test adds exactly:
+the statistics of two norms, and of the flash kernel one float32 for each row of each head and the random state.
 """
 
 from __future__ import annotations
