@@ -3,7 +3,8 @@
 ``apply_plan`` builds a container of its own and touches no block. ``checkpointed`` patches a whole model,
 reversibly. Both run the tree of the plan: a kept block is called; a recomputed node runs under
 ``recompute.run_segment``, nested as in the tree; a block of which part is kept runs under
-``replay.run_replayed``, a compiled one as ``compiling.CompiledBlock``. With gradients off everything is called plainly.
+``replay.run_replayed``, one whose activations go to the host under ``offload.run_offloaded``,
+a compiled one as ``compiling.CompiledBlock``. With gradients off everything is called plainly.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from ckptplan.compiling import CompiledBlock, called_as
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.graph import Output
 from ckptplan.larger_inputs import LargestInputs
-from ckptplan.nodes import Compiled, CompiledModel, Keep, PlanNode, Recompute, Selective, blocks_of
+from ckptplan.nodes import Compiled, CompiledModel, Keep, Offload, PlanNode, Recompute, Selective, blocks_of
+from ckptplan.offload import run_offloaded
 from ckptplan.plan import CheckpointPlan
 from ckptplan.profiles import modules_of
 from ckptplan.recompute import Guards, buffer_slots, run_block, run_segment
@@ -99,6 +101,9 @@ def run_node(node: PlanNode, value: Any, call: CallBlock, how: HowToRun) -> Any:
     """
     if isinstance(node, (Keep, Compiled)):  # a compiled block has its other forward already
         return run_block(call, how.guards[node.block], node.block, value)
+    if isinstance(node, Offload):
+        (module,) = how.guards[node.block].modules
+        return run_offloaded(call, module, node.block, value)
     if isinstance(node, Selective):
         return run_replayed(call, how.kept[node.block], node.block, value)
     if not isinstance(node, Recompute):

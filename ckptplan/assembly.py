@@ -26,6 +26,21 @@ _FEWEST_TRIALS = 5
 _WORTH = 0.05  # of a block's bytes or time; less is no reason to leave PyTorch's checkpoint for a replay
 
 
+@dataclass(frozen=True)
+class Ways:
+    """What is measured of each kind of block beside keeping and recomputing it.
+
+    Attributes:
+        parts: options inside the block; or such as a plan names, with those.
+        budgets: of compiled blocks.
+        offload: the block with its activations on the host.
+    """
+
+    parts: bool | KeptParts = False
+    budgets: tuple[float, ...] = ()
+    offload: bool = False
+
+
 @dataclass
 class Clock:
     """Trial times of one stage, in milliseconds."""

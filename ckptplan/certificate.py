@@ -159,7 +159,7 @@ def certify(
         gap=gap if gap > _SAME else 0.0,
         cross_check=checked,
         weight_copies_bytes=simulated.weight_copies_bytes,
-        with_options=any(option.saved_ops for block in chain for option in block.selective),
+        with_options=any(b.offload or any(option.saved_ops for option in b.selective) for b in chain),
     )
 
 

@@ -18,6 +18,7 @@ from ckptplan.nodes import (
     Compiled,
     CompiledModel,
     Keep,
+    Offload,
     PlanNode,
     Recompute,
     Selective,
@@ -28,7 +29,7 @@ from ckptplan.nodes import (
 )
 from ckptplan.plan import CheckpointPlan, segment_faults
 from ckptplan.profiles import BlockProfile, ChainProfile, as_chain, recompute_costs, require_memory
-from ckptplan.selective import find_compiled, find_compiled_model, find_option
+from ckptplan.selective import find_compiled, find_compiled_model, find_offload, find_option
 from ckptplan.units import format_bytes, require_amount
 
 
@@ -89,9 +90,11 @@ def _eligibility_faults(chain: ChainProfile, plan: CheckpointPlan) -> list[str]:
             faults.append(f"block {block.block_id!r} is recomputed but the profile has no figures for that")
     faults += segment_faults(chain, plan.nodes)
     for node in plan.nodes:
-        if isinstance(node, (Compiled, CompiledModel)):
+        if isinstance(node, (Offload, Compiled, CompiledModel)):
             try:
-                if isinstance(node, Compiled):
+                if isinstance(node, Offload):
+                    find_offload(chain[node.block])
+                elif isinstance(node, Compiled):
                     find_compiled(chain[node.block], node.budget)
                 else:
                     find_compiled_model(chain, node.budget)
@@ -137,6 +140,8 @@ def _replays(chain: ChainProfile, node: PlanNode, cost_kind: str) -> float:
         option = find_option(chain[node.block], node.saved_ops)
         added = option.flops if cost_kind == "flops" else option.time_ms
         return (1.0 if cost_kind == "time" and _is_untimed(chain) else 0) if added is None else added
+    if isinstance(node, Offload):
+        return 0 if cost_kind == "flops" else find_offload(chain[node.block]).time_ms or 0.0
     if isinstance(node, Compiled):
         return find_compiled(chain[node.block], node.budget).time_ms or 0.0
     if isinstance(node, CompiledModel):
@@ -197,7 +202,7 @@ def _peak_of_nodes(chain: ChainProfile, nodes: Sequence[PlanNode], memory_model:
     if memory_model == "additive":
         kept = sum(chain[node.block].activation_bytes_estimate or 0 for node in nodes if isinstance(node, Keep))
         return kept + sum(
-            _part_kept(chain[node.block], node) for node in nodes if isinstance(node, (Selective, Compiled))
+            _part_kept(chain[node.block], node) for node in nodes if isinstance(node, (Selective, Offload, Compiled))
         )
     stages = []
     for node in nodes:
@@ -215,8 +220,10 @@ def _peak_of_nodes(chain: ChainProfile, nodes: Sequence[PlanNode], memory_model:
     return max(forward + backward)
 
 
-def _part_kept(block: BlockProfile, node: Selective | Compiled) -> int:
-    if isinstance(node, Compiled):
+def _part_kept(block: BlockProfile, node: Selective | Offload | Compiled) -> int:
+    if isinstance(node, Offload):
+        cost = find_offload(block).cost
+    elif isinstance(node, Compiled):
         cost = find_compiled(block, node.budget).cost
     else:
         cost = find_option(block, node.saved_ops).cost
@@ -297,6 +304,8 @@ def _single(block: BlockProfile, node: PlanNode, depth: int) -> StageCost:
     """One block; in a replay it runs on copies of its buffers, whose first values the outermost node keeps."""
     if isinstance(node, Selective):
         return find_option(block, node.saved_ops).cost
+    if isinstance(node, Offload):
+        return find_offload(block).cost
     if isinstance(node, Compiled):
         return find_compiled(block, node.budget).cost
     cost = block.keep if isinstance(node, Keep) else block.recompute

@@ -107,6 +107,24 @@ class SelectiveOption:
 
 
 @dataclass(frozen=True)
+class OffloadOption:
+    """A block whose activations are on the host between its forward and its backward.
+
+    Attributes:
+        cost: its bytes on the device.
+        host_bytes: what lies on the host meanwhile.
+        time_ms: what it adds to a step: the part of the transfers that nothing hides; None where no times were taken.
+    """
+
+    cost: StageCost
+    host_bytes: int = 0
+    time_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        normalise_numbers(self, "an offloaded block")
+
+
+@dataclass(frozen=True)
 class CompiledOption:
     """A block compiled by torch.compile with one memory budget for its partitioner.
 

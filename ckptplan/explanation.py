@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckptplan.errors import PlanIncompatibleError
-from ckptplan.nodes import Compiled, CompiledModel, Keep, PlanNode, Recompute, Selective, blocks_of, nodes_text
+from ckptplan.nodes import Compiled, CompiledModel, Keep, Offload, PlanNode, Recompute, Selective, blocks_of, nodes_text
 from ckptplan.plan import CheckpointPlan
 from ckptplan.profiles import NOT_REPLAYED, BlockProfile, ChainProfile, CostKind, MemoryModel, as_chain
 from ckptplan.recompute_cost import plan_recompute_cost
@@ -115,6 +115,8 @@ def _explained(
         how = f"recomputed in {nodes_text((node,))}, its forward runs {runs} times: kept"
         if isinstance(node, Compiled):
             how = f"compiled as {nodes_text((node,))}: kept"
+        if isinstance(node, Offload):
+            how = f"on the host until backward as {nodes_text((node,))}: kept on the device"
         if isinstance(node, Selective) and not node.saved_ops:
             how = f"recomputed by replay ({nodes_text((node,))}): kept"
         elif isinstance(node, Selective):
@@ -163,7 +165,7 @@ def _turned(node: PlanNode, block: int) -> tuple[PlanNode, ...]:
     """The node with this block the other way: a kept one recomputed by itself; else kept, its node cut around it."""
     if isinstance(node, Keep):
         return (Recompute((node,)),)
-    if isinstance(node, (Selective, Compiled)):
+    if isinstance(node, (Selective, Offload, Compiled)):
         return (Keep(block),)
     return (*_part(node, lambda i: i < block), Keep(block), *_part(node, lambda i: i > block))
 

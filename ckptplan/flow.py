@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ckptplan.assembly import (
+    Ways,
     block_profile,
     environment_of,
     find_choices_of_kinds,
@@ -24,13 +25,14 @@ from ckptplan.assembly import (
     with_choices,
     without_needless_replay,
 )
-from ckptplan.choices import KeptParts
+from ckptplan.choices import Measuring
 from ckptplan.clock import now_s
 from ckptplan.compiled_choices import Compiling, measure_compiled, time_compiled, with_compiled
 from ckptplan.costs import InputsLetGo, StageCost
 from ckptplan.kinds import Kind, examine, kind_key, measure_bytes_and_flops, observe_block, time_key, with_loss
 from ckptplan.later_uses import LaterUses, ignore, leaves
 from ckptplan.memory import MemoryMeter, make_meter
+from ckptplan.offload_choices import measure_offloads, time_offloads, with_offload
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 from ckptplan.skeleton import Anatomy, Arrival, Holding, Skeleton, find_anatomy
 from ckptplan.stages import GradientLayout, Letting, count_flops, inputs_let_go
@@ -45,8 +47,7 @@ def measure_any(
     trials: Trials,
     memory: str,
     check_stop: Callable[[], None],
-    selective: bool | KeptParts,
-    budgets: tuple[float, ...] = (),
+    ways: Ways,
 ) -> ChainProfile:
     """The profile of a model as it is.
 
@@ -70,15 +71,18 @@ def measure_any(
     time_keys = [time_key(m, c) for m, c in zip(subject.modules, trace.calls, strict=True)]
     timed = timed_kinds(kinds, keys, time_keys)
     time_of = dict(zip(keys, time_keys, strict=True))
-    choices = find_choices_of_kinds(kinds, time_of, timed, subject, memory, parts=selective)
+    choices = find_choices_of_kinds(kinds, time_of, timed, subject, memory, parts=ways.parts)
     of_timed = {name: choices[key] for name, kind in timed.items() for key in choices if kinds[key] is kind}
     watch = _RegionWatch(skeleton)
-    how = Compiling(budgets, subject.device, memory, check_stop=check_stop)
-    compiled = measure_compiled(kinds, time_of, timed, how) if budgets else {}
+    how = Compiling(ways.budgets, subject.device, memory, check_stop=check_stop)
+    compiled = measure_compiled(kinds, time_of, timed, how) if ways.budgets else {}
+    on_host = Measuring(subject.device, memory, subject.synchronize)
+    offloads = measure_offloads(kinds, time_of, on_host) if ways.offload else {}
 
     def also(is_counted: bool) -> None:
         watch.trial(is_counted)
         time_compiled(compiled, subject.device, subject.synchronize, is_counted=is_counted)
+        time_offloads(offloads, subject.device, subject.synchronize, is_counted=is_counted)
 
     clocks = measure_times(timed, {}, of_timed, subject, trials, check_stop, also)
     shared = SharedWeights.of_calls(subject, trace, [kinds[key] for key in keys], memory)
@@ -87,7 +91,7 @@ def measure_any(
         block = block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory)
         own_choices = choices.get(key)
         block = with_choices(block, own_choices, clocks[time_keys[order]])
-        block = with_compiled(block, compiled.get(key))
+        block = with_offload(with_compiled(block, compiled.get(key)), offloads.get(key))
         block = shared.block_beside(block, kinds[key], own_choices, with_waiting=False)
         blocks.append(without_needless_replay(block))
     accounts = None if memory == "off" else Accounts.of(skeleton, memory)
@@ -345,6 +349,7 @@ class Accounts:
             recompute=block.recompute and self._placed(order, block.recompute, waiting),
             selective=tuple(replace(o, cost=self._placed(order, o.cost, waiting)) for o in block.selective),
             compiled=tuple(replace(o, cost=self._placed(order, o.cost, waiting)) for o in block.compiled),
+            offload=tuple(replace(o, cost=self._placed(order, o.cost, waiting)) for o in block.offload),
         )
 
     def _waiting_bytes(self, order: int) -> int:

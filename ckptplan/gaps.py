@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckptplan.nodes import Compiled, CompiledModel, Keep, PlanNode, Recompute, Selective, blocks_of
+from ckptplan.nodes import Compiled, CompiledModel, Keep, Offload, PlanNode, Recompute, Selective, blocks_of
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 
 
@@ -95,5 +95,5 @@ def _back(nodes: Sequence[PlanNode], blocks: dict[int, int]) -> tuple[PlanNode, 
     return tuple(found)
 
 
-def _renumbered(node: Keep | Selective | Compiled, block: int) -> PlanNode:
+def _renumbered(node: Keep | Selective | Offload | Compiled, block: int) -> PlanNode:
     return Keep(block) if isinstance(node, Keep) else replace(node, block=block)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ckptplan.costs import StageCost
 from ckptplan.nodes import (
     Compiled,
+    Offload,
     Selective,
 )
 from ckptplan.profiles import (
@@ -16,12 +17,15 @@ from ckptplan.profiles import (
 )
 from ckptplan.selective import (
     find_compiled,
+    find_offload,
     find_option,
 )
 
 
-def part_cost(block: BlockProfile, node: Selective | Compiled) -> StageCost:
+def part_cost(block: BlockProfile, node: Selective | Offload | Compiled) -> StageCost:
     """The bytes of a measured option of the block."""
+    if isinstance(node, Offload):
+        return find_offload(block).cost
     if isinstance(node, Compiled):
         return find_compiled(block, node.budget).cost
     return find_option(block, node.saved_ops).cost

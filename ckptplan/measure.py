@@ -17,6 +17,7 @@ from torch import nn
 
 from ckptplan.assembly import (
     Clock,
+    Ways,
     block_profile,
     environment_of,
     find_choices_of_kinds,
@@ -35,7 +36,7 @@ from ckptplan.blocks import (
     require_blocks,
     select_blocks,
 )
-from ckptplan.choices import KeptParts
+from ckptplan.choices import KeptParts, Measuring
 from ckptplan.compiled_choices import Compiling, measure_compiled, time_compiled, with_compiled
 from ckptplan.compiled_model import with_compiled_model
 from ckptplan.compiling import require_compiler
@@ -55,6 +56,7 @@ from ckptplan.kinds import (
 )
 from ckptplan.larger_inputs import LargestInputs
 from ckptplan.memory import make_meter
+from ckptplan.offload_choices import measure_offloads, time_offloads, with_offload
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, modules_of
 from ckptplan.randomness import random_state_restored
 from ckptplan.regions import loss_bytes, post_forward, pre_forward
@@ -79,6 +81,7 @@ def profile_blocks(
     make_target: Callable[[Any], torch.Tensor] | None = None,
     selective: bool | KeptParts = False,
     compiled_budgets: Sequence[float] = (),
+    offload: bool = False,
 ) -> ChainProfile:
     """What each block of a plain chain costs, in bytes, milliseconds and FLOPs.
 
@@ -98,6 +101,7 @@ def profile_blocks(
         compiled_budgets: also compile each kind of block with these memory budgets (0 to 1) of torch.compile's
             partitioner, and measure it (``BlockProfile.compiled``); a block that cannot be says why in its warnings.
             Compiling takes seconds for each kind and budget.
+        offload: also measure each kind of block with its activations on the host (``BlockProfile.offload``).
 
     Raises:
         ValueError, TypeError: no blocks, wrong device or dtype, bad counts.
@@ -129,6 +133,7 @@ def profile_blocks(
         has_loss=make_target is not None,
         selective=selective,
         compiled_budgets=compiled_budgets,
+        offload=offload,
     )
 
 
@@ -147,6 +152,7 @@ def profile_model(
     compiled_budgets: Sequence[float] = (),
     compiled_model_budgets: Sequence[float] = (),
     gradients_stand: bool = True,
+    offload: bool = False,
 ) -> ChainProfile:
     """What each block of ``model`` costs, and what the model runs before and after them.
 
@@ -160,7 +166,7 @@ def profile_model(
         loss_fn: ``loss_fn(model, batch)`` -> scalar loss.
         device: default: where the model's parameters are (without any: its buffers, the batch).
         check_stop: called between trials; may raise to end the profiling.
-        selective, compiled_budgets: as in ``profile_blocks``.
+        selective, compiled_budgets, offload: as in ``profile_blocks``.
         compiled_model_budgets: also compile the model as one graph with these memory budgets and measure whole steps
             (``ChainProfile.compiled_model``); needs ``compiled_budgets``, to be compared with. A model that cannot be
             says why in the profile's warnings. Compiling takes up to a minute for each budget of a deep model.
@@ -202,6 +208,7 @@ def profile_model(
         compiled_model_budgets=compiled_model_budgets,
         check_stop=check_stop,
         gradients_stand=gradients_stand,
+        offload=offload,
     )
     environment = {**profile.environment, **largest.as_environment()}
     if changed := environment.get(CHANGED_SETTINGS):
@@ -246,6 +253,7 @@ def _profile(
     compiled_model_budgets: Sequence[float] = (),
     check_stop: Callable[[], None] = lambda: None,
     gradients_stand: bool = True,
+    offload: bool = False,
 ) -> ChainProfile:
     require_placement(blocks, batch, device, dtype)
     budgets = _checked_budgets("compiled_budgets", compiled_budgets, device, memory)
@@ -259,19 +267,20 @@ def _profile(
         stack.enter_context(random_state_restored(device))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        selective = selective if memory != "off" else False
+        is_measured = memory != "off"
+        ways = Ways(selective if is_measured else False, budgets, offload and is_measured)
 
         def subject() -> Subject:  # on a twin that no forward has run on
             return Subject.of(model, blocks, batch, step, device, has_loss, gradients_stand)
 
         if not has_loss or isinstance(model, PlainChain):
             chain = subject()
-            return _measure(chain, trace_subject(chain), trials, memory, check_stop, selective, budgets)
+            return _measure(chain, trace_subject(chain), trials, memory, check_stop, ways)
         found = _plain_chain(subject)
         if found is not None:
-            profile = _measure(*found, trials, memory, check_stop, selective, budgets)
+            profile = _measure(*found, trials, memory, check_stop, ways)
         else:
-            profile = measure_any(subject(), trials, memory, check_stop, selective, budgets)
+            profile = measure_any(subject(), trials, memory, check_stop, ways)
             profile = replace(profile, fingerprint=model_fingerprint(_in_running_order(blocks, profile)))
         if model_budgets:
             how = Compiling(model_budgets, device, memory, check_stop=check_stop)
@@ -316,8 +325,7 @@ def _measure(
     trials: Trials,
     memory: str,
     check_stop: Callable[[], None],
-    selective: bool | KeptParts,
-    budgets: tuple[float, ...],
+    ways: Ways,
 ) -> ChainProfile:
     regions: dict[str, StageForward] = {}
     if subject.has_loss:
@@ -333,13 +341,16 @@ def _measure(
     timed = timed_kinds(kinds, keys, time_keys)
     time_of = dict(zip(keys, time_keys, strict=True))
     held_bytes = 0 if memory == "off" else loss_bytes(regions)
-    choices = find_choices_of_kinds(kinds, time_of, timed, subject, memory, held_bytes, parts=selective)
+    choices = find_choices_of_kinds(kinds, time_of, timed, subject, memory, held_bytes, parts=ways.parts)
     of_timed = {name: choices[key] for name, kind in timed.items() for key in choices if kinds[key] is kind}
-    how = Compiling(budgets, subject.device, memory, held_bytes, check_stop)
-    compiled = measure_compiled(kinds, time_of, timed, how) if budgets else {}
+    how = Compiling(ways.budgets, subject.device, memory, held_bytes, check_stop)
+    compiled = measure_compiled(kinds, time_of, timed, how) if ways.budgets else {}
+    on_host = Measuring(subject.device, memory, subject.synchronize, held_bytes)
+    offloads = measure_offloads(kinds, time_of, on_host) if ways.offload else {}
 
     def also(is_counted: bool) -> None:
         time_compiled(compiled, subject.device, subject.synchronize, is_counted=is_counted)
+        time_offloads(offloads, subject.device, subject.synchronize, is_counted=is_counted)
 
     clocks = measure_times(timed, regions, of_timed, subject, trials, check_stop, also)
     first = trace.calls[0]
@@ -347,7 +358,7 @@ def _measure(
     for order, key in enumerate(keys):
         block = block_profile(subject, order, key, kinds[key], clocks[time_keys[order]], trials, memory)
         block = with_choices(block, choices.get(key), clocks[time_keys[order]])
-        block = with_compiled(block, compiled.get(key))
+        block = with_offload(with_compiled(block, compiled.get(key)), offloads.get(key))
         block = without_needless_replay(shared.block_beside(block, kinds[key], choices.get(key)))
         if order and not _is_link(subject, trace, order):
             block = replace(block, before=_nothing_between(blocks[-1], block))

@@ -13,7 +13,7 @@ from ckptplan.graph import Output
 from ckptplan.selective import names_outputs
 
 # What runs a node, and the nodes that it runs.
-CHECKPOINT, REPLAY, COMPILER = "checkpoint", "replay", "compiler"
+CHECKPOINT, REPLAY, COMPILER, OFFLOAD = "checkpoint", "replay", "compiler", "offload"
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,16 @@ class Selective:
 
 
 @dataclass(frozen=True)
+class Offload:
+    """Keep what autograd saves in block ``block`` on the host until its backward. Text: ``O3``.
+
+    At the top level only.
+    """
+
+    block: int
+
+
+@dataclass(frozen=True)
 class Compiled:
     """Run block ``block`` compiled by torch.compile with this memory budget of its partitioner. Text: ``C3[0.5]``.
 
@@ -72,7 +82,7 @@ class CompiledModel:
     budget: float
 
 
-PlanNode = Keep | Recompute | Selective | Compiled | CompiledModel
+PlanNode = Keep | Recompute | Selective | Offload | Compiled | CompiledModel
 
 
 # The tree -------------------------------------------------------------------------------------------------------------
@@ -140,7 +150,7 @@ def tree_faults(nodes: Sequence[PlanNode], num_blocks: int) -> list[str]:
 
 def _collect_node_faults(nodes: Sequence[PlanNode], faults: list[str]) -> None:
     for node in nodes:
-        if isinstance(node, (Keep, Selective, Compiled)):
+        if isinstance(node, (Keep, Selective, Offload, Compiled)):
             if type(node.block) is not int or node.block < 0:
                 faults.append(f"{type(node).__name__}({node.block!r}): expected a block number from 0 on")
             elif isinstance(node, Selective):
@@ -157,13 +167,14 @@ def _collect_node_faults(nodes: Sequence[PlanNode], faults: list[str]) -> None:
                 faults.append(
                     f"{_node_text(node)} wraps a recomputation in another; write {_node_text(node.children[0])}"
                 )
-            inside = [child for child in node.children if isinstance(child, (Selective, Compiled, CompiledModel))]
+            inside = [child for child in node.children if not isinstance(child, (Keep, Recompute))]
+            inside = [child for child in inside if isinstance(child, PlanNode)]
             faults += [f"{_node_text(child)} stands inside a recomputation; it may at the top only" for child in inside]
             _collect_node_faults(node.children, faults)
         else:
             faults.append(
-                f"{node!r} is no node that this version knows; expected Keep, Recompute, Selective, Compiled or "
-                "CompiledModel"
+                f"{node!r} is no node that this version knows; expected Keep, Recompute, Selective, Offload, "
+                "Compiled or CompiledModel"
             )
 
 
@@ -187,6 +198,8 @@ def executors_of(nodes: Sequence[PlanNode]) -> dict[int, str]:
             found |= dict.fromkeys(blocks_of((node,)), CHECKPOINT)
         elif isinstance(node, Selective):
             found[node.block] = REPLAY
+        elif isinstance(node, Offload):
+            found[node.block] = OFFLOAD
         elif isinstance(node, (Compiled, CompiledModel)):
             found |= dict.fromkeys(blocks_of((node,)), COMPILER)
     return found
@@ -221,6 +234,8 @@ def _node_text(node: PlanNode) -> str:
         return f"K{node.block}"
     if isinstance(node, Selective):
         return f"S{node.block}[{','.join(node.saved_ops)}]"
+    if isinstance(node, Offload):
+        return f"O{node.block}"
     if isinstance(node, Compiled):
         return f"C{node.block}[{node.budget!r}]"
     if isinstance(node, CompiledModel):
@@ -232,10 +247,9 @@ def _node_text(node: PlanNode) -> str:
 _TOKEN = re.compile(
     r"\s*(?:(?P<keep>K)?(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?(?=[\s()]|$)|(?P<open>R\()|(?P<close>\)))"
     r"|\s*S(?P<selective>[0-9]+)\[(?P<names>[^\s\[\]]*)\](?=[\s()]|$)"
+    r"|\s*O(?P<offload>[0-9]+)(?=[\s()]|$)"
     r"|\s*C(?P<compiled>[0-9]+)(?:-(?P<last_compiled>[0-9]+))?\[(?P<budget>[0-9]+(?:\.[0-9]*)?(?:e-[0-9]+)?)\](?=[\s()]|$)"
 )
-
-_LATER_NODES = {"O": "Offload"}
 
 _MAX_RANGE = 1_000_000
 
@@ -243,9 +257,9 @@ _MAX_RANGE = 1_000_000
 def parse_plan_text(text: str) -> tuple[PlanNode, ...]:
     """Nodes from text. ``K0`` keeps block 0, ``K0-3`` keeps four; ``R(1)`` recomputes one, ``R(4-7)`` a segment.
 
-    ``S2[qkv,fc]`` keeps two outputs inside block 2, ``C3[0.5]`` runs block 3 compiled, ``C0-11[0.5]`` the whole model
-    of 12 blocks as one graph. Inside ``R(...)`` a bare number is a block of the segment and another ``R(...)`` a nested
-    recomputation.
+    ``S2[qkv,fc]`` keeps two outputs inside block 2, ``O4`` keeps what block 4 saves on the host, ``C3[0.5]`` runs block
+    3 compiled, ``C0-11[0.5]`` the whole model of 12 blocks as one graph. Inside ``R(...)`` a bare number is a block of
+    the segment and another ``R(...)`` a nested recomputation.
     Raises ``ValueError`` that shows the place, what was found there and what is allowed.
     """
     if not isinstance(text, str):
@@ -264,6 +278,8 @@ def parse_plan_text(text: str) -> tuple[PlanNode, ...]:
         elif match["selective"] is not None:
             names = tuple(match["names"].split(",")) if match["names"] else ()
             levels[-1].append(Selective(int(match["selective"]), names))
+        elif match["offload"] is not None:
+            levels[-1].append(Offload(int(match["offload"])))
         elif match["compiled"] is not None:
             levels[-1].append(_compiled_node(text, match))
         elif match["open"]:
@@ -309,17 +325,13 @@ def _keep_range(text: str, match: re.Match[str]) -> list[PlanNode]:
 def _text_error(text: str, position: int, *, depth: int) -> ValueError:
     position += len(text[position:]) - len(text[position:].lstrip())
     word = text[position:].split(maxsplit=1)[0]
-    if word[0] in _LATER_NODES and depth == 0:
-        found = f"a {_LATER_NODES[word[0]]} node ({word!r}), which this version does not know"
-    else:
-        found = repr(word)
     allowed = (
         "a block number, a range like 4-7, 'R(' or ')'"
         if depth
-        else "K<block>, K<first>-<last>, R(...), S<block>[...] or C<block>[<budget>]"
+        else "K<block>, K<first>-<last>, R(...), S<block>[...], O<block> or C<block>[<budget>]"
     )
     return ValueError(
-        f"plan text: found {found} at position {position}; expected {allowed}\n{_pointer(text, position)}"
+        f"plan text: found {word!r} at position {position}; expected {allowed}\n{_pointer(text, position)}"
     )
 
 

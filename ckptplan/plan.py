@@ -19,6 +19,7 @@ from ckptplan.errors import PlanIncompatibleError
 from ckptplan.nodes import (
     Compiled,
     CompiledModel,
+    Offload,
     PlanNode,
     Recompute,
     Selective,
@@ -52,8 +53,8 @@ class CheckpointDecision:
     """What the plan does with one block, and why. Bytes are what the block retains until its backward.
 
     ``checkpointed``: all of the block is made again in backward. ``executor``: what does that, or runs the block
-    otherwise: "checkpoint" (PyTorch's, for Recompute nodes), "replay" (for Selective ones), "compiler"; None: nothing
-    does, as the block is kept. A plan fills in what its tree says.
+    otherwise: "checkpoint" (PyTorch's, for Recompute nodes), "replay" (for Selective ones), "offload", "compiler";
+    None: nothing does, as the block is kept. A plan fills in what its tree says.
     """
 
     block_id: str
@@ -202,12 +203,17 @@ class CheckpointPlan:
     @property
     def kept(self) -> int:
         """Number of blocks whose activations are kept, all of them."""
-        return len(self.decisions) - self.recomputed - self.selective - self.compiled
+        return len(self.decisions) - self.recomputed - self.selective - self.offloaded - self.compiled
 
     @property
     def selective(self) -> int:
         """Number of blocks of which part is kept."""
         return sum(isinstance(node, Selective) and bool(node.saved_ops) for node in self.nodes)
+
+    @property
+    def offloaded(self) -> int:
+        """Number of blocks whose activations are on the host until their backward."""
+        return sum(isinstance(node, Offload) for node in self.nodes)
 
     @property
     def compiled(self) -> int:

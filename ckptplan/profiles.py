@@ -18,6 +18,7 @@ from ckptplan.costs import (
     CompiledModelOption,
     CompiledOption,
     CompiledStep,
+    OffloadOption,
     SelectiveOption,
     StageCost,
     normalise_numbers,
@@ -28,7 +29,7 @@ from ckptplan.strict_json import canonical_json, decode_dataclass, parse_json_ob
 MemoryModel = Literal["peak", "additive"]
 CostKind = Literal["time", "flops"]
 
-PROFILE_SCHEMA = "ckptplan.profile/4"
+PROFILE_SCHEMA = "ckptplan.profile/5"
 INPUTS_KEY = "model_inputs"  # of environments: the shapes of the tensors that the model was called with
 NOT_REPLAYED = "not replayed: "  # begins the warning of a block that cannot be kept in part, and says why
 
@@ -63,6 +64,7 @@ class BlockProfile:
         selective: ways to run the block under replay, fewest bytes first: keeping nothing inside, which is the other
             way to recompute the whole block and is measured where replay is exact, and, if asked for, keeping parts.
         compiled: ways to run the block compiled, by memory budget; empty unless they were asked for.
+        offload: the block with its activations on the host; empty unless that was measured, else one.
         before: what the model itself runs between the block before and this one, where that is anything.
 
     Built by hand, a single number or flag stands for a tuple of one (``output_bytes=5`` is ``(5,)``) and
@@ -115,6 +117,7 @@ class BlockProfile:
     warnings: tuple[str, ...] = ()
     selective: tuple[SelectiveOption, ...] = ()
     compiled: tuple[CompiledOption, ...] = ()
+    offload: tuple[OffloadOption, ...] = ()
     before: RegionProfile | None = None
 
     def __post_init__(self) -> None:
@@ -307,7 +310,8 @@ def _require_matching_flags(profile: ChainProfile) -> None:
     for block in profile:
         if block.before is not None:
             stages.append((f"region {block.before.name!r}", (block.before.cost,), block.before.output_is_input))
-        in_part = (*(option.cost for option in block.selective), *(option.cost for option in block.compiled))
+        options: list[Any] = [*block.selective, *block.compiled, *block.offload]
+        in_part = [option.cost for option in options]
         costs = (block.keep, block.recompute, *in_part)
         stages.append((f"block {block.block_id!r}", costs, block.output_is_input))
     if profile.post is not None:

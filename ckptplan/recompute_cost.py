@@ -8,6 +8,7 @@ from ckptplan.nodes import (
     Compiled,
     CompiledModel,
     Keep,
+    Offload,
     PlanNode,
     Recompute,
     Selective,
@@ -23,6 +24,7 @@ from ckptplan.selective import (
     compiled_blocks_base_ms,
     compiled_model_ms,
     find_compiled,
+    find_offload,
     find_option,
 )
 
@@ -60,6 +62,10 @@ def plan_recompute_cost(profile: ChainProfile, nodes: Sequence[PlanNode], cost: 
             known = option.flops if cost == "flops" else option.time_ms
             is_untimed = cost == "time" and recompute_time_ms(profile, ()) is None
             total += _known(profile, node.block, 1.0 if known is None and is_untimed else known, cost)
+        elif isinstance(node, Offload):
+            total += (
+                0 if cost == "flops" else _known(profile, node.block, find_offload(profile[node.block]).time_ms, cost)
+            )
         elif isinstance(node, (Compiled, CompiledModel)):
             if cost == "flops":
                 raise ValueError(f"cost='flops': the FLOPs of compiled code ({nodes_text((node,))}) are not counted")

@@ -88,6 +88,7 @@ class PlanRecord:
     kept: int | None = None
     recomputed: int | None = None
     selective: int | None = None
+    offloaded: int | None = None
     compiled: int | None = None
     optimality_gap: float | None = None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from ckptplan.costs import CompiledModelOption, CompiledOption, SelectiveOption
+from ckptplan.costs import CompiledModelOption, CompiledOption, OffloadOption, SelectiveOption
 from ckptplan.errors import PlanIncompatibleError
 from ckptplan.graph import Output
 from ckptplan.profiles import BlockProfile, ChainProfile
@@ -48,6 +48,16 @@ def outputs_named(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]
         if len({_call(output) for output in known if name in _forms(output)}) != 1:
             return None
     return tuple(output for output in known if any(name in _forms(output) for name in names))
+
+
+def find_offload(block: BlockProfile) -> OffloadOption:
+    """The block's measured way with its activations on the host; raises ``PlanIncompatibleError``."""
+    if block.offload:
+        return block.offload[0]
+    raise PlanIncompatibleError(
+        f"block {block.block_id!r} was not measured with its activations on the host; profile with offload=True"
+        + "".join(f" ({warning})" for warning in block.warnings)
+    )
 
 
 def find_compiled(block: BlockProfile, budget: float) -> CompiledOption:

@@ -27,6 +27,7 @@ from ckptplan.nodes import (
     Compiled,
     CompiledModel,
     Keep,
+    Offload,
     PlanNode,
     Recompute,
     Selective,
@@ -201,7 +202,7 @@ def _stage_of_node(chain: ChainProfile, node: PlanNode, *, inside: bool = False)
         kept = kept_in_replay(block) if inside else block.keep
         assert kept is not None  # require_memory
         return _Stage(block.block_id, kept, block.output_bytes, block.output_is_input)
-    if isinstance(node, (Selective, Compiled)):
+    if isinstance(node, (Selective, Offload, Compiled)):
         block = chain[node.block]
         chosen = part_cost(block, node)
         return _Stage(block.block_id, chosen, block.output_bytes, block.output_is_input)
@@ -425,7 +426,7 @@ def _additive_cost(
             level, f"{COMPILED_MODEL} forward", ((COMPILED_MODEL, "forward", level),), None, None, tuple(retained)
         )
     for node in nodes:
-        if isinstance(node, (Keep, Selective, Compiled)):
+        if isinstance(node, (Keep, Selective, Offload, Compiled)):
             retained[node.block] = _additive_bytes(chain[node.block], node)
             level += retained[node.block]
             timeline.append((chain[node.block].block_id, "forward", level))
@@ -435,7 +436,7 @@ def _additive_cost(
     return PlanCost(level, f"{stage} forward", tuple(timeline), time_ms, flops, tuple(retained))
 
 
-def _additive_bytes(block: BlockProfile, node: Keep | Selective | Compiled) -> int:
+def _additive_bytes(block: BlockProfile, node: Keep | Selective | Offload | Compiled) -> int:
     """What stays alive because of the block, its own output included where the block itself holds it."""
     if isinstance(node, Keep):
         return block.activation_bytes_estimate or 0

@@ -18,6 +18,7 @@ from ckptplan.costs import StageCost
 from ckptplan.errors import BlockDeclarationError
 from ckptplan.kinds import Kind, block_forward, settled_bytes, with_loss
 from ckptplan.memory import make_meter
+from ckptplan.offload_choices import offload_forward
 from ckptplan.profiles import BlockProfile
 from ckptplan.stages import Mark, StageForward, StageRun, gradients_handed_back, stage_bytes, time_stage
 from ckptplan.subject import Subject
@@ -155,6 +156,9 @@ class SharedWeights:
             compiled=tuple(
                 replace(option, cost=beside(option.cost, compiled_forward(own_kind, option.budget, device)))
                 for option in block.compiled
+            ),
+            offload=tuple(
+                replace(option, cost=beside(option.cost, offload_forward(own_kind, device))) for option in block.offload
             ),
             output_gradient_bytes=(block.output_gradient_bytes or 0) + waiting_bytes,
         )

@@ -19,11 +19,11 @@ ORDER = """
 errors units processes console strict_json
 clock costs profiles devices
 config config.wording config.checks config.explaining config.loading record graph options
-randomness runtime trees optim fakes wrappers blocks kernels memory footprint compiling recompute replay twin
+randomness runtime trees optim fakes wrappers blocks kernels memory footprint compiling recompute replay offload twin
 subject selective
 stages work
 signatures operators larger_inputs
-trace discovery observe attributes kinds choices compiled_choices compiled_model regions tied assembly
+trace discovery observe attributes kinds choices offload_choices compiled_choices compiled_model regions tied assembly
 skeleton later_uses flow
 measure
 repeats

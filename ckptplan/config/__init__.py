@@ -133,13 +133,15 @@ class ProfileConfig:
     """Untimed and timed runs of each kind of block.
 
     ``cache``: folder of profiles that runs share; None: every run measures. ``options``: measure options inside blocks
-    whatever the planner; None: for planners that choose them.
+    whatever the planner; None: for planners that choose them. ``offload``: measure blocks with their activations on the
+    host, which planners then may choose: auto (where the device has memory of its own), always, never.
     """
 
     num_warmup: int = 2
     num_trials: int = 5
     cache: str | None = None
     options: bool | None = None
+    offload: str = "auto"
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,7 @@ def _block(profile: ChainProfile, order: int, block: BlockProfile, around: _Arou
         replayed_backward_peak_bytes=None if replayed is None else around.backward(replayed, incoming, outgoing),
         selective=tuple(replace(option, cost=cost(option.cost)) for option in block.selective),
         compiled=tuple(replace(option, cost=cost(option.cost)) for option in block.compiled),
+        offload=tuple(replace(option, cost=cost(option.cost)) for option in block.offload),
         before=before,
     )
 

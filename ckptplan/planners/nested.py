@@ -68,16 +68,19 @@ def dynamic_programming(
 
 
 def whole_blocks(profile: ChainProfile) -> ChainProfile:
-    """The profile without options that keep part of a block."""
-    return replace(
-        profile,
-        blocks=tuple(replace(b, selective=tuple(o for o in b.selective if not o.saved_ops)) for b in profile),
-    )
+    """The profile without options that keep part of a block, or have what it saves on the host."""
+    blocks = (replace(b, selective=tuple(o for o in b.selective if not o.saved_ops), offload=()) for b in profile)
+    return replace(profile, blocks=tuple(blocks))
+
+
+def _has_other_ways(profile: ChainProfile) -> bool:
+    """Whether there is more to choose between than keeping a block and recomputing it by the checkpoint."""
+    return any(block.selective or block.offload for block in profile)
 
 
 def cheapest_flat(profile: ChainProfile, budget_bytes: int, cost: CostKind, memory_model: MemoryModel) -> PlannerResult:
     """The cheapest flat plan over all options of the profile; the one of least peak where none fits."""
-    if not any(block.selective for block in profile):
+    if not _has_other_ways(profile):
         found = keep_or_recompute(profile, budget_bytes, cost=cost, memory_model=memory_model)
     elif memory_model == "additive":
         return cheapest_plan(option_chain(additive_profile(profile), cost), budget_bytes, None, most_blocks=1)
@@ -160,7 +163,7 @@ def least_whole_peak(profile: ChainProfile, memory_model: MemoryModel = "peak") 
 
 def least_flat_peak(profile: ChainProfile, memory_model: MemoryModel = "peak") -> tuple[int, str]:
     """The least peak in bytes of flat plans with options inside blocks, and the stage and phase that set it."""
-    if memory_model == "additive" or not any(block.selective for block in profile):
+    if memory_model == "additive" or not _has_other_ways(profile):
         return smallest_reachable(profile, memory_model)
     profile = expanded(profile)
     simulated = simulate_plan(profile, least_peak_plan(option_chain(profile, None), most_blocks=1))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ckptplan.costs import StageCost
 from ckptplan.in_replay import kept_in_replay, recomputed_in_replay, recomputed_peaks, stopped_forward_peak
-from ckptplan.nodes import Compiled, CompiledModel, Keep, PlanNode, Recompute, Selective
+from ckptplan.nodes import Compiled, CompiledModel, Keep, Offload, PlanNode, Recompute, Selective
 from ckptplan.planners.flat import Stages
 from ckptplan.planners.tables import Transition
 from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, recompute_costs
@@ -145,15 +145,20 @@ def option_chain(profile: ChainProfile, cost: CostKind | None) -> OptionChain:
         works = [(_full_cost(block, last, cost), last or 0.0) for block, last in zip(profile, last_costs, strict=True)]
     is_untimed = cost is None or (cost == "time" and recompute_time_ms(profile, ()) is None)
     parts = [_part_costs(block, cost, is_untimed=is_untimed) for block in profile]
-    unit, runs_scale = _scale([*works, *((figure, 0.0) for known in parts for figure in known.values())])
+    offloads = [_offload_cost(block, cost, is_untimed=is_untimed) for block in profile]
+    figures = [*(figure for known in parts for figure in known.values()), *(f for f in offloads if f is not None)]
+    unit, runs_scale = _scale([*works, *((figure, 0.0) for figure in figures)])
     part_values = [
         {number: round(Fraction(str(figure)) / unit) * runs_scale + 1 for number, figure in known.items()}
         for known in parts
     ]
     values = [tuple(round(Fraction(str(figure)) / unit) * runs_scale + 1 for figure in pair) for pair in works]
+    offload_values = [None if f is None else round(Fraction(str(f)) / unit) * runs_scale + 1 for f in offloads]
     blocks = tuple(
-        _block(profile, block, full, last, of_parts, eligible=known is not None)
-        for block, (full, last), of_parts, known in zip(profile, values, part_values, last_costs, strict=True)
+        _block(profile, block, full, last, of_parts, offload, eligible=known is not None)
+        for block, (full, last), of_parts, offload, known in zip(
+            profile, values, part_values, offload_values, last_costs, strict=True
+        )
     )
     numbers: dict[Block, int] = {}
     pre, post = profile.pre, profile.post
@@ -177,7 +182,8 @@ def timed_option_chain(profile: ChainProfile) -> OptionChain | None:
     recomputed segments hold no times.
     """
     chain = option_chain(profile, "flops")
-    timed = option_chain(profile, "time")
+    on_device = tuple(replace(block, offload=()) for block in profile)  # as FLOPs choose among
+    timed = option_chain(replace(profile, blocks=on_device), "time")
     times = [[float(timed.cost_of(option.value)) for option in block.options] for block in timed.blocks]
     alike = all(len(a.options) == len(b.options) for a, b in zip(chain.blocks, timed.blocks, strict=True))
     total_ms = sum(sum(of_block) for of_block in times)
@@ -207,7 +213,7 @@ def compiled_chain(profile: ChainProfile) -> OptionChain:
     A block is kept as it is where that is faster, or where it has no budgets. Budgets of equal bytes are one graph: the
     largest of them stands for all.
     """
-    bare = tuple(replace(block, eligible_for_checkpoint=False, selective=()) for block in profile)
+    bare = tuple(replace(block, eligible_for_checkpoint=False, selective=(), offload=()) for block in profile)
     chain = option_chain(replace(profile, blocks=bare), None)
     distinct = [list({option.cost: option for option in block.compiled}.values()) for block in profile]
     times = [option.time_ms or 0.0 for options in distinct for option in options]
@@ -235,6 +241,9 @@ def additive_profile(profile: ChainProfile) -> ChainProfile:
             replace(
                 block,
                 selective=tuple(parts),
+                offload=tuple(
+                    replace(o, cost=replace(NOTHING, saved_bytes=_part_bytes(block, o.cost))) for o in block.offload
+                ),
                 keep=keep,
                 recompute=NOTHING,
                 output_bytes=(0,),
@@ -289,8 +298,25 @@ def _part_costs(block: BlockProfile, cost: CostKind | None, *, is_untimed: bool)
     return {number: figure for number, figure in known if figure is not None}
 
 
+def _offload_cost(block: BlockProfile, cost: CostKind | None, *, is_untimed: bool) -> float | None:
+    """What it adds to a step to have the block's activations on the host; None: it is no option.
+
+    It costs no FLOPs, so that under ``cost="flops"`` it would always win, whatever its time: there it is none.
+    """
+    if not block.offload or cost == "flops":
+        return None
+    return 1.0 if cost is None or is_untimed else block.offload[0].time_ms
+
+
 def _block(
-    chain: ChainProfile, block: BlockProfile, full: int, last: int, parts: dict[int, int], *, eligible: bool
+    chain: ChainProfile,
+    block: BlockProfile,
+    full: int,
+    last: int,
+    parts: dict[int, int],
+    offload: int | None,
+    *,
+    eligible: bool,
 ) -> Block:
     assert block.keep is not None  # require_memory
     again = block.recompute if eligible else None
@@ -300,6 +326,8 @@ def _block(
     for number, value in parts.items():
         option = block.selective[number]
         options.append(Option(option.cost, value, KeepPart(short_names(block, option))))
+    if offload is not None:
+        options.append(Option(block.offload[0].cost, offload, Offload))
     outputs = tuple(zip(block.output_bytes, block.output_is_input, strict=True))
     return Block(
         outputs,

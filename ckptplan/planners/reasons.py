@@ -8,11 +8,21 @@ import numpy as np
 
 from ckptplan.costs import SelectiveOption
 from ckptplan.errors import InfeasibleTargetError
-from ckptplan.nodes import Compiled, CompiledModel, Keep, PlanNode, Selective, blocks_of, nodes_text, recomputed_blocks
+from ckptplan.nodes import (
+    Compiled,
+    CompiledModel,
+    Keep,
+    Offload,
+    PlanNode,
+    Selective,
+    blocks_of,
+    nodes_text,
+    recomputed_blocks,
+)
 from ckptplan.planners.nested import least_nested_peak, least_whole_peak
 from ckptplan.planners.tables import FlatTables
 from ckptplan.profiles import BlockProfile, ChainProfile, CostKind, MemoryModel, name_some
-from ckptplan.selective import find_compiled, find_option
+from ckptplan.selective import find_compiled, find_offload, find_option
 from ckptplan.simulate import AFTER, BEFORE, PlanCost
 from ckptplan.units import format_bytes, format_ms
 
@@ -112,7 +122,9 @@ def block_reasons(
     chain: ChainProfile, nodes: Sequence[PlanNode], peak_bytes: int, memory_model: MemoryModel, cost: CostKind
 ) -> list[str]:
     """One sentence per block: why it is kept or recomputed."""
-    if any(len(blocks_of((node,))) > 1 or isinstance(node, (Selective, Compiled, CompiledModel)) for node in nodes):
+    if any(
+        len(blocks_of((node,))) > 1 or isinstance(node, (Selective, Offload, Compiled, CompiledModel)) for node in nodes
+    ):
         return _tree_reasons(chain, nodes, cost)
     tables = FlatTables(chain, memory_model, cost)
     return _flat_reasons(tables, chain, recomputed_blocks(nodes), peak_bytes, cost)
@@ -126,6 +138,8 @@ def _tree_reasons(chain: ChainProfile, nodes: Sequence[PlanNode], cost: CostKind
                 reasons.append(
                     _not_eligible(chain[i]) or ("kept: faster than compiled" if chain[i].compiled else "kept")
                 )
+            elif isinstance(node, Offload):
+                reasons.append(_offload_reason(chain[i]))
             elif isinstance(node, Compiled):
                 reasons.append(_compiled_reason(chain[i], node))
             elif isinstance(node, CompiledModel):
@@ -138,6 +152,12 @@ def _tree_reasons(chain: ChainProfile, nodes: Sequence[PlanNode], cost: CostKind
             else:
                 reasons.append(f"recomputed: part of {nodes_text((node,))}")
     return reasons
+
+
+def _offload_reason(block: BlockProfile) -> str:
+    option = find_offload(block)
+    cost = "an unmeasured time" if option.time_ms is None else format_ms(option.time_ms)
+    return f"{format_bytes(option.host_bytes)} on the host until backward, for {cost}"
 
 
 def _compiled_reason(block: BlockProfile, node: Compiled) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptplan.errors import CkptplanError
 from ckptplan.gaps import expanded, expanded_nodes
-from ckptplan.nodes import Compiled, CompiledModel, Keep, PlanNode, Selective, blocks_of
+from ckptplan.nodes import Compiled, CompiledModel, Keep, Offload, PlanNode, Selective, blocks_of
 from ckptplan.profiles import ChainProfile
 from ckptplan.report.records import RunRecords, some
 from ckptplan.report.tables import plan_rows
@@ -114,7 +114,14 @@ def block_rows(
 # --- strips -----------------------------------------------------------------------------------------------------------
 
 # From least to most recomputation, with the letter that stands for it in the terminal's strip.
-DECISIONS = {"keep": "K", "keep part": "S", "compiled": "C", "recompute": "R", "recompute repeatedly": "N"}
+DECISIONS = {
+    "keep": "K",
+    "keep part": "S",
+    "on the host": "O",
+    "compiled": "C",
+    "recompute": "R",
+    "recompute repeatedly": "N",
+}
 
 
 def decisions_of(nodes: Iterable[PlanNode]) -> list[str]:
@@ -126,6 +133,8 @@ def decisions_of(nodes: Iterable[PlanNode]) -> list[str]:
             found[node.block] = ("keep", "recompute", "recompute repeatedly")[min(depth, 2)]
         elif isinstance(node, Selective):
             found[node.block] = "keep part"
+        elif isinstance(node, Offload):
+            found[node.block] = "on the host"
         elif isinstance(node, (Compiled, CompiledModel)):
             found.update(dict.fromkeys(blocks_of((node,)), "compiled"))
         else:

@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ckptplan.costs import StageCost
-from ckptplan.nodes import Compiled, CompiledModel, Keep, PlanNode, Selective
+from ckptplan.nodes import OFFLOAD, Compiled, CompiledModel, Keep, Offload, PlanNode, Selective
 from ckptplan.plan import CheckpointDecision, CheckpointPlan
 from ckptplan.profiles import BlockProfile, ChainProfile
-from ckptplan.selective import find_compiled, find_option
+from ckptplan.selective import find_compiled, find_offload, find_option
 from ckptplan.units import format_bytes, format_ms, format_percent
 
 
@@ -64,6 +64,8 @@ def _plan_row(block: BlockProfile, decision: CheckpointDecision, words: str, com
     if compiled is not None:
         option = find_compiled(block, compiled.budget)
         added_time_ms, cost = option.time_ms, option.cost
+    elif decision.executor == OFFLOAD:
+        added_time_ms, cost = find_offload(block).time_ms, find_offload(block).cost
     elif decision.saved_ops is not None:
         added_time_ms, cost = decision.recompute_time_ms, find_option(block, decision.saved_ops).cost
     elif not decision.checkpointed:
@@ -79,8 +81,8 @@ def _plan_row(block: BlockProfile, decision: CheckpointDecision, words: str, com
 
 
 def _decision_words(nodes: Iterable[PlanNode], segments: tuple[str, ...] = ()) -> Iterable[tuple[int, str]]:
-    """``keep``, ``keep part`` (the reason says which), ``recompute`` (alone), ``replay`` (alone too, operator by
-    operator), ``recompute in 1-4`` (a segment), ``recompute in 1-4, 3-4`` (a nest).
+    """``keep``, ``keep part`` (the reason says which), ``on the host``, ``recompute`` (alone), ``replay`` (alone too,
+    operator by operator), ``recompute in 1-4`` (a segment), ``recompute in 1-4, 3-4`` (a nest).
     """
     for node in nodes:
         if isinstance(node, Keep):
@@ -88,6 +90,9 @@ def _decision_words(nodes: Iterable[PlanNode], segments: tuple[str, ...] = ()) -
             continue
         if isinstance(node, Selective):
             yield node.block, "keep part" if node.saved_ops else "replay"
+            continue
+        if isinstance(node, Offload):
+            yield node.block, "on the host"
             continue
         if isinstance(node, Compiled):
             yield node.block, f"compiled [{node.budget:g}]"
@@ -134,8 +139,9 @@ def plan_table(
 def _counts(plan: CheckpointPlan) -> str:
     in_part = f"{plan.selective} in part" if plan.selective else ""
     compiled = f"{plan.compiled} compiled" if plan.compiled else ""
-    recomputed = f"{plan.recomputed} recomputed" if plan.recomputed or not (in_part or compiled) else ""
-    return ", ".join(count for count in (recomputed, in_part, compiled) if count)
+    offloaded = f"{plan.offloaded} on the host" if plan.offloaded else ""
+    others = [count for count in (in_part, offloaded, compiled) if count]
+    return ", ".join([f"{plan.recomputed} recomputed", *others] if plan.recomputed or not others else others)
 
 
 def _runs(rows: tuple[PlanRow, ...]) -> Iterable[list[PlanRow]]:
@@ -227,6 +233,7 @@ def _headline(result: Mapping[str, Any]) -> Text:
     text.append(what, style="not bold default")
     if plan["kept"] is not None:
         part = f", {plan['selective']} kept in part" if plan["selective"] else ""
+        part += f", {plan['offloaded']} on the host" if plan.get("offloaded") else ""
         part += f", {plan['compiled']} compiled" if plan.get("compiled") else ""
         text.append(f", {plan['kept']} blocks kept{part}, {plan['recomputed']} recomputed", style="not bold default")
     return text

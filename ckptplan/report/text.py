@@ -15,7 +15,7 @@ from ckptplan.report.records import Records, RunRecords
 from ckptplan.report.steps import DECISIONS, Row, decisions_of, timeline_of
 from ckptplan.units import format_bytes, format_percent
 
-_STYLES = {"K": "dim", "S": "cyan", "R": "magenta", "N": "bold magenta"}
+_STYLES = {"K": "dim", "S": "cyan", "O": "blue", "C": "green", "R": "magenta", "N": "bold magenta"}
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 CHART_HEIGHT = 12
 MOST_CHART_WIDTH = 96

@@ -44,16 +44,23 @@ class Theme:
     paper: str
     accent: str
     warning: str
-    decisions: tuple[str, str, str, str]  # in the order of DECISIONS
+    decisions: tuple[str, str, str, str, str, str]  # in the order of DECISIONS
 
 
 PAGE_THEME = Theme(
     *("var(--ink)", "var(--muted)", "var(--grid)", "var(--paper)", "var(--accent)", "var(--warning)"),
-    decisions=("var(--keep)", "var(--part)", "var(--recompute)", "var(--repeat)"),
+    decisions=(
+        "var(--keep)",
+        "var(--part)",
+        "var(--host)",
+        "var(--compiled)",
+        "var(--recompute)",
+        "var(--repeat)",
+    ),
 )
 PRINT_THEME = Theme(
     *("#1b1f24", "#5b6470", "#e3e6ea", "#ffffff", "#6d4bc3", "#b42318"),
-    decisions=("#d9dde3", "#c9b8f0", "#8a63d2", "#45228a"),
+    decisions=("#d9dde3", "#c9b8f0", "#9cc3e6", "#a8d5b5", "#8a63d2", "#45228a"),
 )
 
 

@@ -20,7 +20,7 @@ from ckptplan.config import PlannerConfig, RunConfig
 from ckptplan.data import Batch
 from ckptplan.errors import BlockDeclarationError, CkptplanError, ConfigError, UnsupportedBoundaryError
 from ckptplan.measure import profile_model
-from ckptplan.nodes import Compiled, PlanNode, Selective, compiled_model, parse_plan_text
+from ckptplan.nodes import Compiled, Offload, PlanNode, Selective, compiled_model, parse_plan_text
 from ckptplan.plan import CheckpointPlan
 from ckptplan.planners import PLANNERS_THAT_COMPILE, PLANNERS_WITH_OPTIONS
 from ckptplan.profile_cache import SharedProfile, profile_key, shared_profile
@@ -50,6 +50,7 @@ def profile_blocks_of_run(
     start_s = time.perf_counter()
     with_options, given = _measures_options(config, result), given_parts(config.planner)
     budgets, model_budgets = compiled_budgets(config.planner)
+    offload = _measures_offload(config, runtime)
     if model_budgets and config.engine.kind != "single":
         if config.planner.name not in PLANNERS_THAT_COMPILE:
             raise ConfigError(
@@ -80,6 +81,7 @@ def profile_blocks_of_run(
             compiled_model_budgets=model_budgets,
             check_stop=check_stop,
             gradients_stand=config.engine.kind != "fsdp2",
+            offload=offload,
         )
 
     try:
@@ -90,7 +92,13 @@ def profile_blocks_of_run(
             shared = shared_profile(
                 Path(config.profile.cache),
                 _profile_key(
-                    config, model, batch, runtime, [*budgets, "model", *model_budgets] if budgets else [], given
+                    config,
+                    model,
+                    batch,
+                    runtime,
+                    [*budgets, "model", *model_budgets] if budgets else [],
+                    given,
+                    offload,
                 ),
                 measure,
                 with_options=with_options,
@@ -135,6 +143,7 @@ def _profile_key(
     runtime: Runtime,
     compiled: list[float | str],
     given: tuple[tuple[str, ...], ...],
+    offload: bool,
 ) -> str:
     settings: dict[str, Any] = {
         "model": config.model,
@@ -149,6 +158,8 @@ def _profile_key(
         settings["compiled_budgets"] = compiled
     if given:
         settings["given_parts"] = given
+    if offload:
+        settings["offload"] = True
     return profile_key(model, (batch.inputs, batch.targets), settings, runtime.device_name)
 
 
@@ -183,6 +194,23 @@ def _measures_options(config: RunConfig, result: RunResult) -> bool:
             )
         return False
     return True
+
+
+def _measures_offload(config: RunConfig, runtime: Runtime) -> bool:
+    """Whether blocks are also measured with their activations on the host: where a planner or plan may use that."""
+    planner, wanted = config.planner, config.profile.offload
+    is_given = any(isinstance(node, Offload) for node in _given_nodes(planner))
+    if config.engine.kind != "single":
+        if is_given or wanted == "always":
+            raise ConfigError(
+                f"engine={config.engine.kind}: activations go to the host under engine=single alone\n"
+                "  type: profile.offload=never, and a plan without O nodes"
+            )
+        return False
+    if is_given or wanted == "always":
+        return True
+    chooses = planner.name in PLANNERS_WITH_OPTIONS and config.cost == "time"
+    return chooses and wanted == "auto" and runtime.device.type == "cuda"
 
 
 def _wants_options(planner: PlannerConfig) -> bool:

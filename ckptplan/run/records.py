@@ -7,6 +7,7 @@ from typing import Any
 
 from ckptplan.benchmark import percentile
 from ckptplan.budget import PlannedRun
+from ckptplan.nodes import OFFLOAD
 from ckptplan.plan import CheckpointDecision
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 from ckptplan.proof import GradientCheck
@@ -18,6 +19,8 @@ def decision_word(decision: CheckpointDecision, *, is_compiled: bool) -> str:
     """What a plan does with a block, in a word."""
     if is_compiled:
         return "compiled"
+    if decision.executor == OFFLOAD:
+        return "on the host"
     if decision.checkpointed:
         return "recompute"
     return "keep" if decision.saved_ops is None else "keep part"
@@ -38,6 +41,7 @@ def plan_record(planned: PlannedRun) -> PlanRecord:
         kept=plan.kept,
         recomputed=plan.recomputed,
         selective=plan.selective,
+        offloaded=plan.offloaded,
         compiled=plan.compiled,
         optimality_gap=plan.optimality_gap,
     )
