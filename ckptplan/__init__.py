@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckptplan.blocks import CheckpointableBlock, declare_blocks
     from ckptplan.certificate import Certificate, certify
     from ckptplan.check import check_plan
-    from ckptplan.costs import CompiledOption, SelectiveOption, StageCost
+    from ckptplan.costs import CompiledOption, OffloadOption, SelectiveOption, StageCost
     from ckptplan.curve import CurvePoint, PlanCurve, plan_curve
     from ckptplan.devices import Calibration
     from ckptplan.dry_run import VerifiedPeak, verify_plan
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ckptplan.estimate import EstimatedRange, estimate_profile, estimated_range
     from ckptplan.explanation import BlockExplanation, PlanExplanation, explain
     from ckptplan.measure import profile_blocks, profile_model
-    from ckptplan.nodes import Compiled, CompiledModel, Keep, Recompute, Selective
+    from ckptplan.nodes import Compiled, CompiledModel, Keep, Offload, Recompute, Selective
     from ckptplan.plan import CheckpointDecision, CheckpointPlan
     from ckptplan.planners import plan_checkpoints
     from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
@@ -62,6 +62,7 @@ _MODULE_OF_NAME = {
     "Calibration": "devices",
     "StageCost": "costs",
     "SelectiveOption": "costs",
+    "OffloadOption": "costs",
     "CompiledOption": "costs",
     "BlockProfile": "profiles",
     "RegionProfile": "profiles",
@@ -70,6 +71,7 @@ _MODULE_OF_NAME = {
     "Keep": "nodes",
     "Recompute": "nodes",
     "Selective": "nodes",
+    "Offload": "nodes",
     "Compiled": "nodes",
     "CompiledModel": "nodes",
     "CheckpointDecision": "plan",
@@ -132,6 +134,7 @@ __all__ = [  # noqa: RUF022 - data-path order
     "Calibration",
     "StageCost",
     "SelectiveOption",
+    "OffloadOption",
     "CompiledOption",
     "BlockProfile",
     "RegionProfile",
@@ -140,6 +143,7 @@ __all__ = [  # noqa: RUF022 - data-path order
     "Keep",
     "Recompute",
     "Selective",
+    "Offload",
     "Compiled",
     "CompiledModel",
     "CheckpointDecision",

@@ -47,6 +47,8 @@ DEPTH = 6  # how deep nested attribute values are looked into
 _FIRST_RTOL = 1e-2
 _FIRST_RTOL_HALF = 1e-1
 
+CHANGES_INPUT = "its forward changes its own input in place"
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -186,7 +188,7 @@ def _reason(call: BlockCall, one: _Run, two: _Run) -> str | None:
     names = sorted({*one.attributes, *two.attributes})
     changed = [name for name in names if one.attributes.get(name) != two.attributes.get(name)]
     if one.touched_input:
-        return "its forward changes its own input in place, so the input kept for a recomputation would be wrong"
+        return f"{CHANGES_INPUT}, so the input kept for a recomputation would be wrong"
     if one.drew_from_library:
         return "its forward draws from Python's or NumPy's global random stream, which a recomputation does not restore"
     if changed:  # an attribute that is set to the same value again is none of these

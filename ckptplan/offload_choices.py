@@ -12,6 +12,7 @@ import torch
 from ckptplan.choices import Measuring
 from ckptplan.costs import OffloadOption, StageCost
 from ckptplan.kinds import Kind, block_forward, settled_bytes, with_loss
+from ckptplan.observe import CHANGES_INPUT
 from ckptplan.offload import Mover, run_moved
 from ckptplan.profiles import BlockProfile
 from ckptplan.stages import StageForward, time_stage, weight_copies
@@ -33,6 +34,8 @@ def measure_offloads(kinds: dict[str, Kind], time_keys: dict[str, str], how: Mea
     shared: dict[str, list[float]] = {}
     for key, kind in kinds.items():
         if not kind.differentiable or kind.call.first.graph_kept_in is not None:
+            continue
+        if (kind.exclusion_reason or "").startswith(CHANGES_INPUT):  # whose memory it is depends on who else holds it
             continue
         host: list[int] = []
         forward = offload_forward(kind, how.device, host)
