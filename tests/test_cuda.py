@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,32 @@ def test_a_calibrated_estimate_orders_plans_as_the_device_does():
     measured = profile_model(model.to(DEVICE), None, batch, loss_of, num_warmup=3, num_trials=10)
     ratios = [sum(b.recompute_time_ms for b in p) / step_cost(p, "time") for p in (measured, estimated)]
     assert ratios[1] == pytest.approx(ratios[0], rel=0.25)
+
+
+def test_a_block_on_the_host_frees_the_device_and_changes_no_gradient() -> None:
+    model, batch = gpt_and_batch()
+    profile = profile_model(model, ["layers.*"], batch, loss_of, num_warmup=1, num_trials=3, offload=True)
+    option, keep = profile[1].offload[0], profile[1].keep
+    assert keep is not None
+    assert option.cost.saved_bytes < 0.1 * keep.saved_bytes
+    assert option.time_ms is not None
+    for text in ("O0 O1 O2 O3 O4 O5 O6 O7", "K0 O1 R(2 3) O4 K5 O6 O7"):
+        plan = plan_checkpoints(
+            profile, target_kind="activation_budget_fraction", target_value=1.0, planner="text", text=text
+        )
+        proof = prove_model(model, plan, batch, loss_of, device=DEVICE, trials=Trials(1, 3))
+        assert proof.gradients is not None
+        assert proof.gradients.passed
+        assert proof.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+
+
+def test_the_host_is_chosen_only_where_the_step_is_no_slower_for_it() -> None:
+    model, batch = gpt_and_batch()
+    profile = profile_model(model, ["layers.*"], batch, loss_of, selective=True, offload=True)
+    without = replace(profile, blocks=tuple(replace(block, offload=()) for block in profile))
+    for share in (0.7, 0.5, 0.3):
+        costs = [
+            plan_checkpoints(p, target_kind="activation_budget_fraction", target_value=share, planner="optimal")
+            for p in (profile, without)
+        ]
+        assert costs[0].predicted_cost <= costs[1].predicted_cost

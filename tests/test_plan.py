@@ -118,7 +118,7 @@ class TestText:
             ("K0 C1", 3, ["'C1'", "C<block>[<budget>]"]),
             ("C0[half]", 0, ["'C0[half]'"]),
             ("R(0 C1[-0.5])", 4, ["'C1[-0.5])'"]),
-            ("K0 O1", 3, ["Offload node"]),
+            ("K0 O1-3", 3, ["found 'O1-3'", "O<block>"]),
             ("K0 1", 3, ["'1'", "K<block>"]),
             ("R(0 x)", 4, ["'x)'", "a block number"]),
             ("K0)", 2, ["')'"]),
@@ -179,7 +179,7 @@ class TestTree:
             CheckpointPlan((Recompute(()),), (CheckpointDecision("a", True),))
         with pytest.raises(PlanIncompatibleError, match=r"Keep\(True\)"):
             CheckpointPlan((Keep(True),), (CheckpointDecision("a", False),))
-        with pytest.raises(PlanIncompatibleError, match="Selective, Compiled or CompiledModel"):
+        with pytest.raises(PlanIncompatibleError, match="Selective, Offload, Compiled or CompiledModel"):
             CheckpointPlan(("K0",), (CheckpointDecision("a", False),))  # type: ignore[arg-type]
 
     def test_counts_are_of_blocks_not_of_nodes(self) -> None:
@@ -275,7 +275,7 @@ class TestJson:
             (lambda d: d["target"].pop("planner"), "missing planner"),
             (lambda d: d.update(digest="0" * 64), "digest is '000"),
             (lambda d: d["tree"].update(text="K0 R(1)  R(2 R(3 4))"), "canonical form"),
-            (lambda d: d["tree"].update(text="K0 O1 R(2 R(3 4))"), "Offload"),
+            (lambda d: d["tree"].update(text="K0 Q1 R(2 R(3 4))"), "found 'Q1'"),
             (lambda d: d["tree"].update(text="K0 C1[0.5] R(2 R(3 4))"), "checkpointed=True but the tree keeps it"),
             (lambda d: d.update(decisions={}), "decisions is {}; expected a list"),
         ],

@@ -29,7 +29,7 @@ DESIGN_KEYS = {
     "": "schema status error config_hash name planner profile plan certificate model data device dtype seed torch "
     "budget memory engine latency gradients batch training state timing environment notes",
     "profile": "source file measured_s",
-    "plan": "text digest solve_s kept recomputed selective compiled optimality_gap",
+    "plan": "text digest solve_s kept recomputed selective offloaded compiled optimality_gap",
     "certificate": "cost cost_kind lower_bound flat_lower_bound gap cross_check weight_copies_bytes dry_run_peak_bytes "
     "operator block phase",
     "budget": "kind value bytes margin_bytes",

@@ -412,6 +412,23 @@ class TestSharedProfile:
         assert config_hash(resolve(compose(*TINY, "profile.num_trials=3"))) != plain
 
 
+class TestOnTheHost:
+    def test_a_plan_in_text_is_measured_proven_and_recorded(self, run) -> None:
+        code, result, folder = run("planner=text", "planner.text='K0 O1 R(2) O3'", "budget_frac=1.0", "steps=2")
+        assert (code, result["status"]) == (0, "ok")
+        plan = result["plan"]
+        assert (plan["kept"], plan["recomputed"], plan["offloaded"]) == (1, 1, 2)
+        assert result["memory"]["prediction_error"] == 0
+        assert result["gradients"]["bitwise_equal"]
+        assert json.loads((folder / "plan.json").read_text())["decisions"][1]["executor"] == "offload"
+
+    @pytest.mark.parametrize(("wanted", "is_measured"), [("auto", False), ("always", True), ("never", False)])
+    def test_on_a_cpu_it_is_a_choice_only_where_that_is_asked_for(self, run, wanted: str, is_measured: bool) -> None:
+        _, _, folder = run("planner=optimal", "plan_only=true", f"profile.offload={wanted}")
+        blocks = json.loads((folder / "profile.json").read_text())["blocks"]
+        assert all(bool(block["offload"]) == is_measured for block in blocks)
+
+
 class TestSignals:
     @pytest.mark.parametrize(
         ("module", "phase"), [(profiling, "profile_model"), (proving, "prove_model"), (trained, "train")]
