@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import ckptplan
+from ckptplan import batch_size
 from ckptplan.batch_size import BatchPoint, resized, samples_in
 from ckptplan.errors import InfeasibleTargetError, PlanIncompatibleError
 from ckptplan.measure import profile_model
 from ckptplan.planners import least_nested_peak, no_checkpoint_peak, smallest_reachable
+from ckptplan.proof import pair_of_model, peak_of_planned_step
+from ckptplan.selective import find_option
 from ckptplan.simulate import simulate_plan
 
 
@@ -76,6 +80,59 @@ def test_the_fastest_is_the_best_of_all_sizes_by_the_measured_costs() -> None:
 
     assert [point.samples_per_s for point in found.points] == pytest.approx([samples_per_s(p) for p in found.points])
     assert found.chosen.samples_per_s == pytest.approx(max(samples_per_s(point) for point in found.points))
+
+
+class Uneven(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, hidden), nn.GELU(), nn.Linear(hidden, 16))
+            for hidden in (128, 32, 96)
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit_kib", [200, 400, 800])
+def test_every_size_under_every_plan_is_run_and_none_that_fits_is_larger_or_faster(
+    limit_kib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peaks are those of real steps; each block is kept or recomputed by either way; a limit on all that stands."""
+    trials = []
+
+    def counted(pair: Any) -> int | None:
+        trials.append(pair)
+        return peak_of_planned_step(pair)
+
+    monkeypatch.setattr(batch_size, "peak_of_planned_step", counted)
+    model = Uneven()
+    found = ckptplan.maximize(
+        model, batch_of(8), loss_fn, f"{limit_kib}KiB", global_batch=48, planner="dp", blocks="layers.*", say=None
+    )
+    assert 1 <= len(trials) <= 3
+    weights_and_gradients = 2 * sum(4 * p.numel() for p in model.parameters())
+    fitting: dict[int, float] = {}  # size: most samples per second
+    for size in (size for size in range(1, 49) if 48 % size == 0):
+        allowed = limit_kib * 2**10 - weights_and_gradients - size * 8 * 16 * 4
+        profile = found.profile_at(size)
+        stages = [*profile, *profile.regions]
+        plain_ms = sum((stage.forward_time_ms or 0) + (stage.backward_time_ms or 0) for stage in stages)
+        costs = [
+            {f"K{i}": 0.0, f"R({i})": block.recompute_time_ms or 0, f"S{i}[]": find_option(block, ()).time_ms or 0}
+            for i, block in enumerate(profile)
+        ]
+        for texts in itertools.product(*costs):
+            plan = ckptplan.CheckpointPlan.from_text(" ".join(texts), profile)
+            peak = peak_of_planned_step(pair_of_model(model, plan, batch_of(size), loss_fn, torch.device("cpu")))
+            assert peak is not None
+            if peak <= allowed:
+                step_ms = plain_ms + sum(of[text] for of, text in zip(costs, texts, strict=True))
+                fitting[size] = max(fitting.get(size, 0), 1e3 * size / step_ms)
+    assert found.largest.batch_size == max(fitting)
+    assert [point.batch_size for point in found.points] == sorted(fitting)
+    assert [p.samples_per_s for p in found.points] == pytest.approx([fitting[p.batch_size] for p in found.points])
+    assert found.chosen.samples_per_s == pytest.approx(max(fitting.values()))
+    assert found.measured_peak_bytes is not None
+    assert found.measured_peak_bytes <= found.chosen.budget_bytes
 
 
 def test_a_size_counts_what_stands_beside_activations_and_the_batch_itself() -> None:

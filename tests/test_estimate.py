@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ckptplan.apply import checkpointed
+from ckptplan.batch_size import resized
 from ckptplan.data import Batch
 from ckptplan.devices import DEVICES, Calibration, Curve
 from ckptplan.errors import BlockDeclarationError, DryRunError, UnsupportedBoundaryError
@@ -37,8 +38,9 @@ def flat_calibration() -> Calibration:
     return Calibration("a test", "cpu", curves, 0.0, 2**30)
 
 
-def on_shapes(entry: Entry) -> ChainProfile:
+def on_shapes(entry: Entry, samples: int | None = None) -> ChainProfile:
     model, batch = made(entry)
+    batch = batch if samples is None else resized(batch, samples)
     loss_fn = entry.profile_loss_fn or entry.loss_fn
     return estimate_profile(model, entry.blocks, batch, loss_fn, device="cpu", calibration=flat_calibration())
 
@@ -74,6 +76,21 @@ def test_fake_tensors_have_the_bytes_of_real_ones(entry: Entry) -> None:
     else:
         real = profile_model(model, entry.blocks, batch, loss_fn, num_warmup=0, num_trials=1, memory="live")
         assert figures(on_shapes(entry)) == figures(real)
+
+
+RUNS_ON_SHAPES = [e for e in [*ENTRIES, *TRANSFORMERS] if e.refused is None and not e.name.startswith(NEEDS_A_RUN)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", [pytest.param(entry, id=entry.name) for entry in RUNS_ON_SHAPES])
+def test_fake_tensors_have_the_bytes_of_real_ones_with_one_to_eight_samples(entry: Entry) -> None:
+    loss_fn = entry.profile_loss_fn or entry.loss_fn
+    for samples in range(1, 9):
+        model, batch = made(entry)
+        real = profile_model(
+            model, entry.blocks, resized(batch, samples), loss_fn, num_warmup=0, num_trials=1, memory="live"
+        )
+        assert figures(on_shapes(entry, samples)) == figures(real), f"{samples} samples"
 
 
 def gpt(layers: int = 3, **sizes: int) -> GPT:
