@@ -25,7 +25,7 @@ from ckptplan.replay import Recorder, run_recorded, run_replayed
 from ckptplan.selective import outputs_named
 from ckptplan.stages import StageForward, stage_flops, time_stage, weight_copies
 from ckptplan.trace import autocast_as
-from ckptplan.trees import has_values
+from ckptplan.trees import has_values, local
 
 Synchronize = Callable[[], None]  # waits for the device
 KeptParts = tuple[tuple[str, ...], ...]  # outputs to keep, as a plan names them
@@ -103,6 +103,8 @@ def find_choices(kind: Kind, how: Measuring) -> Choices:
         return Choices(refused="no gradient flows through its output, so it saves nothing")
     if not all(has_values(t) for t in (*kind.call.boundary, *kind.module.parameters())):
         return Choices(refused="only a run with values tells whether a replay gives what the block gave")
+    if any(local(p) is not p for p in kind.module.parameters()):
+        return Choices(refused="ranks share its matrices, and what is kept of a tensor that is spread is all of it")
     if kind.call.first.graph_kept_in is not None:
         name = kind.call.first.graph_kept_in
         return Choices(refused=f"it keeps a tensor with its graph in {name!r}, which lives on beside what is measured")

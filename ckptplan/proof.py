@@ -175,7 +175,8 @@ def pair_of_model(
 
     Raises ``PlanIncompatibleError`` for a model that copies, or steps, of which would talk to other processes.
     """
-    faults = [fault for fault in (parallel_fault(model), sharding_fault(model)) if fault is not None]
+    sharding = sharding_fault(model) if under is None else None  # else all ranks run the same steps
+    faults = [fault for fault in (parallel_fault(model), sharding) if fault is not None]
     if faults:
         raise PlanIncompatibleError(faults)
     (twin,) = make_twin([model])

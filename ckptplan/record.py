@@ -156,6 +156,7 @@ class RankRecord:
 class EngineRecord:
     kind: str | None = None
     ranks: int | None = None
+    tensor_ranks: int | None = None  # of these, how many share each matrix product
     gathered_weights_bytes: int | None = None  # FSDP2: the most weights and buffers of them at once, in the peak above
     gradient_buckets_bytes: int | None = None  # DDP: its buckets, which are the gradients
     per_rank: list[RankRecord] = field(default_factory=list)  # empty with one process

@@ -51,7 +51,7 @@ class Stored:
         batch_size: samples of a micro-batch when it was saved; None: the data set does not say.
         plan: the plan in JSON, its budget, and ``made_for``: what it was made for.
         config: the resolved configuration of the run then.
-        num_ranks: processes that trained then.
+        num_ranks: processes that trained then; ``tensor_size``: how many of them shared each matrix product.
     """
 
     checkpoint_id: str
@@ -60,6 +60,7 @@ class Stored:
     plan: dict[str, Any]
     config: dict[str, Any]
     num_ranks: int = 1
+    tensor_size: int = 1
 
     def start(self, batch_size: int | None) -> Position:
         """Where training goes on, counted in micro-batches of ``batch_size`` samples where that is exact."""
@@ -109,10 +110,12 @@ class Trained:
         return size if isinstance(size, int) else None
 
 
-def plan_made_for(config: RunConfig, batch: Batch, device_name: str, num_ranks: int = 1) -> dict[str, Any]:
+def plan_made_for(config: RunConfig, batch: Batch, device_name: str, ranks: Ranks) -> dict[str, Any]:
     """Everything that a plan depends on; a run that goes on with other values is planned anew."""
     tensors = (batch.inputs, batch.targets)
-    engine = {"engine": f"{config.engine.kind} on {num_ranks} ranks"} if config.engine.kind != "single" else {}
+    engine = {"engine": f"{config.engine.kind} on {ranks.size} ranks"} if config.engine.kind != "single" else {}
+    if ranks.tensor_size > 1:
+        engine["tensor_parallel"] = f"{ranks.tensor_size} ranks, cut by {config.engine.tp_plan or 'the model'}"
     return {
         **engine,
         "planner": asdict(config.planner),
@@ -269,7 +272,8 @@ class RunStates:
             items = self.manager.load(checkpoint_id, into=dict.fromkeys(_SMALL_ITEMS))
             position = dict(items["position"])
             batch_size, num_ranks = position.pop("batch_size"), position.pop("num_ranks", 1)
-            return Stored(checkpoint_id, Position(**position), batch_size, items["plan"], items["config"], num_ranks)
+            sizes = (num_ranks, position.pop("tensor_size", 1))
+            return Stored(checkpoint_id, Position(**position), batch_size, items["plan"], items["config"], *sizes)
         except DamagedCheckpointError as error:
             return self._older(checkpoint_id, error.faults, error.next_good)
         except (StateError, KeyError, TypeError) as error:
@@ -295,11 +299,17 @@ class RunStates:
         in which model or optimizer differ.
         """
         into: dict[str, Any] = {"model": trained.model, "optimizer": trained.optimizer_item, "random": None}
-        if stored.num_ranks != self._ranks.size:
+        then, now = (
+            f"{size} rank{'s' * (size > 1)}" if shared == 1 else f"{size} ranks ({shared} to each matrix product)"
+            for size, shared in (
+                (stored.num_ranks, stored.tensor_size),
+                (self._ranks.size, self._ranks.tensor_size),
+            )
+        )
+        if then != now:
             del into["random"]
             self.notes.append(
-                f"saved on {stored.num_ranks} ranks, gone on with on {self._ranks.size}: the random streams start "
-                "anew, from seed, rank and step"
+                f"saved on {then}, gone on with on {now}: the random streams start anew, from seed, rank and step"
             )
         if trained.scaler is not None:
             if "scaler" in self._items_of(stored):
@@ -343,7 +353,12 @@ class RunStates:
                 "optimizer": optimizer_item,
                 **scaler,
                 "random": streams_to_save(trained.device),
-                "position": {**asdict(position), "batch_size": trained.batch_size, "num_ranks": self._ranks.size},
+                "position": {
+                    **asdict(position),
+                    "batch_size": trained.batch_size,
+                    "num_ranks": self._ranks.size,
+                    "tensor_size": self._ranks.tensor_size,
+                },
                 "plan": self._plan,
                 "config": resolved,
             }

@@ -16,10 +16,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal, Protocol
 
 import torch
@@ -217,10 +217,10 @@ def accumulate_gradients(
 def _backward(
     parallel: Parallel, batch: Batch, divisor: float, settings: TrainSettings, scaler: torch.amp.GradScaler | None
 ) -> Tensor:
-    """The loss of this rank's part. The engines average gradients over ranks, so it is scaled to make that a sum."""
+    """The loss of this rank's part. The engines average gradients over shares, so it is scaled to make that a sum."""
     loss_sum, _ = micro_batch_loss(parallel.module, to_device(batch, settings.device), settings.autocast_dtype)
     loss = loss_sum / divisor
-    scaled = loss * parallel.ranks.size if parallel.ranks.size > 1 else loss
+    scaled = loss * parallel.ranks.data_size if parallel.ranks.data_size > 1 else loss
     torch.autograd.backward(scaler.scale(scaled) if scaler else scaled)
     return loss.detach()
 
@@ -305,9 +305,25 @@ def update_weights(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScale
 def _clip(optimizer: torch.optim.Optimizer, clip_norm: float | None) -> float:
     """The gradients' 2-norm over all parameters, before clipping."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    if len(by_mesh) > 1:  # tensor parallelism: some are spread over more ranks than others
+        return _clip_over_meshes(by_mesh.values(), clip_norm)
     if clip_norm is None:
-        return float(whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])))
+        return float(whole(nn.utils.get_total_norm(gradients)))
     return float(whole(nn.utils.clip_grad_norm_(parameters, clip_norm)))
+
+
+def _clip_over_meshes(groups: Iterable[list[Tensor]], clip_norm: float | None) -> float:
+    """As ``clip_grad_norm_``, which wants all gradients on one mesh."""
+    groups = list(groups)
+    norm = math.hypot(*(float(whole(nn.utils.get_total_norm(group))) for group in groups))
+    if clip_norm is not None and not norm + 1e-6 <= clip_norm:
+        for gradient in chain.from_iterable(groups):
+            gradient.mul_(clip_norm / (norm + 1e-6))
+    return norm
 
 
 def windows(

@@ -195,8 +195,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_shape(tensor: torch.Tensor, num_ranks: int) -> tuple[int, ...]:
-    """The largest part of a tensor that ``fully_shard`` cuts along its first dimension; padding makes all so large."""
-    return (-(-tensor.shape[0] // num_ranks), *tensor.shape[1:]) if tensor.dim() else ()
+    """The largest part of a tensor that ``fully_shard`` cuts along its first dimension; padding makes all so large.
+
+    Of a matrix that ranks share already (tensor parallelism), a part of this rank's part.
+    """
+    shape = local(tensor.detach()).shape
+    return (-(-shape[0] // num_ranks), *shape[1:]) if shape else ()
 
 
 def sharded_bytes(tensor: torch.Tensor, num_ranks: int) -> int:

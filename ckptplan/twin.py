@@ -2,8 +2,8 @@
 
 The twin shares the memory of the parameters, and has its own parameter objects (so the caller's
 ``.grad``, gradient hooks and optimizer-in-backward hooks see nothing), its own buffers, its own copies of
-plain Python attributes, and no module hooks but the model's own: those with which torch computes weights and
-those with which transformers collects hidden states. Functions that hold modules of the model (a wrapped
+plain Python attributes, and no module hooks but the model's own: those with which torch computes weights or cuts
+matrices, and those with which transformers collects hidden states. Functions that hold modules of the model (a wrapped
 forward) get those of the twin. Weights that ``nn.Embedding(max_norm=...)`` changes
 when it runs are the twin's own.
 """
@@ -29,6 +29,8 @@ from ckptplan.trees import is_filled, storage_key, tensors_in
 T = TypeVar("T")
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# parallelize_module puts them on modules, to cut inputs and add up outputs
+_TENSOR_PARALLEL_HOOKS = "torch.distributed.tensor"
 # transformers puts them on modules in the first forward that is asked for hidden states, attentions or router logits
 _COLLECTING_HOOKS = "transformers.utils.output_capturing"
 CANNOT_COPY = (TypeError, RuntimeError, NotImplementedError, ValueError, AttributeError)
@@ -141,7 +143,8 @@ def _drop_user_hooks(module: nn.Module) -> None:
 
 def _is_users(hook: Any) -> bool:
     is_of_weights = type(hook).__module__ in _WEIGHT_HOOK_MODULES
-    return not is_of_weights and getattr(hook, "__module__", None) != _COLLECTING_HOOKS
+    defined_in = str(getattr(hook, "__module__", None))
+    return not (is_of_weights or defined_in == _COLLECTING_HOOKS or defined_in.startswith(_TENSOR_PARALLEL_HOOKS))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -111,12 +112,16 @@ def parallel_fault(model: nn.Module) -> str | None:
 
 
 def sharding_fault(model: nn.Module) -> str | None:
-    """Why a model whose weights are spread over processes cannot be measured: each forward would gather them."""
+    """Why a model whose weights are spread over processes cannot be measured: each forward would gather them.
+
+    Over a mesh whose collectives exchange nothing (PyTorch's fake process group) it can.
+    """
     for path, part in model.named_modules():
         if type(part).__name__ == "FullyShardedDataParallel":
             return _sharded(f"{path or 'the model'} is wrapped in FullyShardedDataParallel")
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "device_mesh"):  # a DTensor, of fully_shard or of tensor parallel
+        mesh = getattr(parameter, "device_mesh", None)  # a DTensor, of fully_shard or of tensor parallel
+        if mesh is not None and any(dist.get_backend(group) != "fake" for group in mesh.get_all_groups()):
             return _sharded(f"the weight {name!r} is a {type(parameter).__name__}, a shard of the whole")
     return None
 

@@ -181,12 +181,21 @@ class EngineConfig:
     """How many processes train one model. ``kind``: single, ddp or fsdp2.
 
     ``nproc``: processes to start on this machine; None: one for each CUDA device. Where torchrun or srun has started
-    the ranks it stays None. ``tp``: ranks that share each matrix product; only 1.
+    the ranks it stays None. ``tp``: ranks that share each matrix product, and read the same samples; ``dp``: ranks, or
+    such groups of them, among which a batch is shared; None: all that there are. ``tp_plan``: how matrices are cut
+    (colwise, rowwise, colwise_rep, rowwise_rep), by module path or pattern; None: as the model says.
     """
 
     kind: str = "single"
     nproc: int | None = None
+    dp: int | None = None
     tp: int = 1
+    tp_plan: Any = None  # dict[str, str] | None
+
+    @property
+    def num_processes(self) -> int | None:
+        """How many are to be started on this machine; None: one for each CUDA device."""
+        return self.nproc if self.nproc is not None or self.dp is None else self.dp * self.tp
 
 
 @dataclass(frozen=True)

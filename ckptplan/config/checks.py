@@ -83,6 +83,8 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str, object]] = {
     "proof.latency_trials": (lambda n: n >= 0, "0 or more", 5),
     "proof.latency_warmup": (lambda n: n >= 0, "0 or more", 1),
     "engine.nproc": (lambda n: n >= 1, "1 or more, or null", 2),
+    "engine.dp": (lambda n: n >= 1, "1 or more, or null", 2),
+    "engine.tp": (lambda n: n >= 1, "1 or more", 2),
     "sweep.parallel": (lambda n: n >= 1, "1 or more", 1),
     "state.every": (lambda n: n >= 1, "1 or more, or null", 100),
     "state.keep_last": (lambda n: n >= 1, "1 or more, or null for all", 2),
@@ -169,22 +171,57 @@ def _check_batch(config: RunConfig) -> None:
 def _check_engine(config: RunConfig) -> None:
     engine, batch_size = config.engine, config.data.get("batch_size")
     check_choice("engine.kind", engine.kind, ENGINES)
-    if engine.tp != 1:
-        problem = "runs have no tensor parallel meshes; a loop of your own can: docs/distributed.md"
-        raise config_error("engine.tp", engine.tp, problem, remedy="engine=fsdp2 engine.tp=1")
+    if engine.tp > 1 or engine.tp_plan is not None:
+        _check_tensor_parallel(config)
     if engine.kind == "single":
-        if engine.nproc not in (None, 1):
+        if engine.num_processes not in (None, 1):
             problem = "engine=single is one process"
-            raise config_error("engine.nproc", engine.nproc, problem, remedy=f"engine=ddp engine.nproc={engine.nproc}")
+            raise config_error("engine.nproc", engine.num_processes, problem, remedy=f"engine=ddp engine.nproc={engine.num_processes}")
         return
-    if engine.nproc is not None and isinstance(batch_size, int):
-        check_batch_divides(batch_size, engine.nproc)
+    if engine.num_processes is not None:
+        check_mesh(engine, engine.num_processes)
+        if isinstance(batch_size, int):
+            check_batch_divides(batch_size, engine.num_processes // engine.tp)
     if engine.kind == "fsdp2" and str(config.runtime.dtype) == "fp16_mixed":
         problem = "engine=fsdp2 has no loss scaling over shards"
         raise config_error("runtime.dtype", "fp16_mixed", problem, remedy="runtime.dtype=bf16_mixed, or engine=ddp")
     if not re.fullmatch(r"auto|cpu|cuda", config.runtime.device):
         problem = "each rank takes the device of its number"
         raise config_error("runtime.device", config.runtime.device, problem, remedy="runtime.device=cuda")
+
+
+def _check_tensor_parallel(config: RunConfig) -> None:
+    engine = config.engine
+    if engine.tp > 1 and engine.kind != "fsdp2":
+        problem = "cut matrices are trained by engine=fsdp2 (which shards nothing where all ranks share them); "
+        problem += "PyTorch's DDP takes them apart, so that their state cannot be saved"
+        raise config_error("engine.tp", engine.tp, problem, remedy=f"engine=fsdp2 engine.tp={engine.tp}")
+    plan = engine.tp_plan
+    if plan is not None:
+        good = isinstance(plan, dict) and plan and all(isinstance(text, str) for pair in plan.items() for text in pair)
+        if not good:
+            problem = "expected module paths or patterns, and how each is cut"
+            raise config_error(
+                "engine.tp_plan", plan, problem, remedy="'engine.tp_plan={layers.*.fc: colwise, layers.*.out: rowwise}'"
+            )
+        if engine.tp == 1:
+            raise config_error("engine.tp_plan", plan, "nothing is cut with engine.tp=1", remedy="engine.tp=2")
+    for key in ("foreach", "fused"):
+        if config.optimizer.get(key):
+            problem = "engine.tp spreads weights over different meshes, which no kernel goes over at once"
+            raise config_error(f"optimizer.{key}", True, problem, remedy=f"optimizer.{key}=false")
+
+
+def check_mesh(engine: EngineConfig, num_ranks: int) -> None:
+    """Raise ``ConfigError`` unless ``num_ranks`` are as many as ``engine.dp`` times ``engine.tp``."""
+    if num_ranks % engine.tp:
+        fits = engine.tp * (num_ranks // engine.tp + 1)
+        problem = f"{num_ranks} ranks are no multiple of it"
+        raise config_error("engine.tp", engine.tp, problem, remedy=f"engine.nproc={fits}")
+    shares = num_ranks // engine.tp
+    if engine.dp not in (None, shares):
+        problem = f"{num_ranks} ranks, {engine.tp} to each matrix product, share a batch among {shares}"
+        raise config_error("engine.dp", engine.dp, problem, remedy="leave engine.dp or engine.nproc out")
 
 
 def check_batch_divides(batch_size: int, num_ranks: int) -> None:

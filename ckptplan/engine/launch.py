@@ -27,10 +27,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from ckptplan import launched
 from ckptplan.config import RunConfig
-from ckptplan.config.checks import check_batch_divides
+from ckptplan.config.checks import check_batch_divides, check_mesh
 from ckptplan.config.loading import load_config
 from ckptplan.config.wording import config_error
 from ckptplan.engine.ranks import Ranks
+from ckptplan.engine.tensor import can_cut, with_meshes
 from ckptplan.jobs import LAUNCHER_VARIABLE
 from ckptplan.record import ErrorRecord, RunResult, load_result, write_atomic
 from ckptplan.run import run_job
@@ -75,15 +76,18 @@ def run_on_ranks(
     Raises ``ConfigError`` where their number is not known or does not share the batch, or torch has no such engine.
     """
     _require_sharding(config)
+    _require_cutting(config)
     job = RankJob(resolved, config.planner.path, str(folder), overrides)
     if launched.world_size() > 1:
+        check_mesh(config.engine, launched.world_size())
         return _lead(job, config)
-    num_ranks = config.engine.nproc or torch.cuda.device_count()
+    num_ranks = config.engine.num_processes or torch.cuda.device_count()
     if num_ranks < 1:
         problem = "there is no CUDA device here to take one process each"
         raise config_error("engine.nproc", None, problem, remedy="engine.nproc=2")
+    check_mesh(config.engine, num_ranks)
     if config.engine.nproc is None and isinstance(config.data.get("batch_size"), int):
-        check_batch_divides(config.data["batch_size"], num_ranks)
+        check_batch_divides(config.data["batch_size"], num_ranks // config.engine.tp)
     return _start(replace(job, log_config=log_config), num_ranks)
 
 
@@ -93,6 +97,13 @@ def _require_sharding(config: RunConfig) -> None:
     if config.engine.kind == "fsdp2" and not on_cuda and not hasattr(torch.cpu.Stream, "record_event"):
         problem = f"torch {torch.__version__} shards over CUDA devices only"
         raise config_error("engine", "fsdp2", problem, remedy="engine=ddp, or a newer torch")
+
+
+def _require_cutting(config: RunConfig) -> None:
+    """Older releases send every matrix around to cut it, though each rank has it."""
+    if config.engine.tp > 1 and not can_cut():
+        problem = f"torch {torch.__version__} has no parallelize_module(..., src_data_rank=None)"
+        raise config_error("engine.tp", config.engine.tp, problem, remedy="engine.tp=1, or a newer torch")
 
 
 # --- started by us ---
@@ -246,7 +257,8 @@ def join(config: RunConfig, store: Store | None = None) -> Ranks:
         rank=rank,
         world_size=size,
     )
-    return Ranks(rank, size, local_rank, PrefixStore("ckptplan/run", store))
+    ranks = Ranks(rank, size, local_rank, PrefixStore("ckptplan/run", store), tensor_size=config.engine.tp)
+    return with_meshes(ranks, "cuda" if on_cuda else "cpu")
 
 
 def run_rank(job: RankJob, ranks: Ranks) -> int:

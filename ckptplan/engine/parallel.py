@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from ckptplan.plan import CheckpointPlan
 from ckptplan.profiles import modules_of
 from ckptplan.proof import Engine
 from ckptplan.randomness import random_state_restored
-from ckptplan.trees import sharded_bytes, tensors_in
+from ckptplan.trees import sharded_bytes, sharded_shape, tensors_in
 from ckptplan.twin import make_twin
 
 # By name in torch.distributed, of the releases from 2.6 on.
@@ -77,8 +78,15 @@ def alone(model: nn.Module) -> Parallel:
     return Parallel(model, model, Ranks())
 
 
+def shards(kind: str, ranks: Ranks) -> bool:
+    """Whether weights are sharded over the ranks that read different samples."""
+    return kind == "fsdp2" and (ranks.data_size > 1 or ranks.tensor_size == 1)
+
+
 def make_parallel(kind: str, model: nn.Module, plan: CheckpointPlan, ranks: Ranks, unused: Sequence[str]) -> Parallel:
     """``model``, to which ``plan`` has been applied, under engine ``kind``; FSDP2 changes the model itself.
+
+    With tensor parallelism the model is cut already; where all ranks share its matrices, nothing is left to shard.
 
     Args:
         unused: names of parameters that get no gradient in a step.
@@ -97,7 +105,8 @@ def make_parallel(kind: str, model: nn.Module, plan: CheckpointPlan, ranks: Rank
         }
         wrapped = nn.parallel.DistributedDataParallel(model, **options)
         return Parallel(wrapped, model, ranks, keeps_gradients=True)
-    _shard(model, sharding_units(plan))
+    if shards(kind, ranks):
+        _shard(model, sharding_units(plan), ranks)
     return Parallel(model, model, ranks)
 
 
@@ -118,12 +127,12 @@ def sharding_units(plan: CheckpointPlan) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(sorted(unit, key=order.index)) for unit in units)
 
 
-def _shard(model: nn.Module, units: Sequence[Sequence[str]]) -> None:
+def _shard(model: nn.Module, units: Sequence[Sequence[str]], ranks: Ranks) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     device = next(model.parameters()).device
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(device.type, (ranks.size,)) if ranks.mesh is None else ranks.mesh["dp"]
     for unit in units:
         modules = [model.get_submodule(name) for name in unit]
         if any(True for module in modules for _ in module.parameters()):
@@ -192,6 +201,10 @@ def gradient_order(
     return tuple(found)
 
 
+def _own_bytes(parameter: nn.Parameter) -> int:
+    return math.prod(sharded_shape(parameter, 1)) * parameter.element_size()
+
+
 def sharding_of(model: nn.Module, blocks: Sequence[str], order: Sequence[str], num_ranks: int) -> Sharding:
     """What ``model`` takes under FSDP2, its blocks given by path, its gradients coming in ``order``."""
     parameters = dict(model.named_parameters())
@@ -203,7 +216,7 @@ def sharding_of(model: nn.Module, blocks: Sequence[str], order: Sequence[str], n
             parameter = parameters[name]
             padded = sharded_bytes(parameter, num_ranks) * num_ranks
             has_gradient = name in order
-            own = parameter.numel() * parameter.element_size()
+            own = _own_bytes(parameter)
             found += UnitBytes(padded, own * has_gradient, padded * has_gradient)
         return found
 
@@ -215,5 +228,5 @@ def sharding_of(model: nn.Module, blocks: Sequence[str], order: Sequence[str], n
         if name in block_of:
             before.setdefault(block_of[name], come)
         else:
-            come += parameters[name].numel() * parameters[name].element_size()
+            come += _own_bytes(parameters[name])
     return Sharding(of_module, bytes_of(rest), before, communicates=num_ranks > 1 or _ONE_RANK_COMMUNICATES)

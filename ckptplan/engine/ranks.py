@@ -7,7 +7,7 @@ import json
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from ckptplan.errors import CkptplanError, RankFailedError
 from ckptplan.record import ErrorRecord
 from ckptplan.stopping import StopFlag
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -33,6 +36,9 @@ class Ranks:
         store: where the first error is put, for rank 0 to tell; None with one process.
         has_shared_error: whether the run ended by an error that all ranks raised.
         failed_alone: whether this rank, or one that it waited for, failed while others went on.
+        tensor_size: ranks that share each matrix product; they read the same samples. Ranks that follow each other do.
+        mesh: with such ranks, all of them as (dp, tp); ``silent_mesh``: those that share matrices with this one, to
+            measure on (engine/tensor.py).
     """
 
     rank: int = 0
@@ -41,11 +47,29 @@ class Ranks:
     store: Store | None = None
     has_shared_error: bool = False
     failed_alone: bool = False
+    tensor_size: int = 1
+    mesh: DeviceMesh | None = None
+    silent_mesh: DeviceMesh | None = None
 
     @property
     def is_first(self) -> bool:
         """Whether this process owns the files of the run and speaks for it."""
         return self.rank == 0
+
+    @property
+    def data_size(self) -> int:
+        """Among how many a batch is shared."""
+        return self.size // self.tensor_size
+
+    @property
+    def data_rank(self) -> int:
+        """Whose share of a batch this rank reads; those that share matrices read the same."""
+        return self.rank // self.tensor_size
+
+    @property
+    def tensor_rank(self) -> int:
+        """The number of this rank among those that share matrices."""
+        return self.rank % self.tensor_size
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, by rank."""
@@ -82,10 +106,12 @@ class Ranks:
         return self.gather(own)[0]  # type: ignore[return-value]  # that of rank 0, which has one
 
     def sums(self, *values: float) -> list[float]:
-        """Each value summed over the ranks, in float64."""
+        """Each value summed over all shares of a batch, in float64."""
         if self.size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
+        if self.tensor_rank:  # the same share as the first of these ranks
+            total.zero_()
         dist.all_reduce(total)
         return [float(value) for value in total]
 

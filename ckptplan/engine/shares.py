@@ -47,10 +47,10 @@ class SharedData:
         size = getattr(data, "batch_size", None)
         if not isinstance(size, int):
             raise ConfigError(
-                f"data: {type(data).__name__} has no batch_size, which {ranks.size} ranks have to share evenly; give "
+                f"data: {type(data).__name__} has no batch_size, which {ranks.data_size} ranks have to share evenly; give "
                 "it one, or use engine=single"
             )
-        check_batch_divides(size, ranks.size)
+        check_batch_divides(size, ranks.data_size)
         self.whole, self.ranks, self.batch_size, self.spec = data, ranks, size, data.spec
         self._reads_share = isinstance(data, Dataset)
         self.one_shape = bool(getattr(data, "one_shape", False))
@@ -73,19 +73,22 @@ class SharedData:
         """This rank's share of the largest one, where the data says which that is."""
         own = getattr(self.whole, "largest_batch", None)
         batch = own() if callable(own) else None
-        return None if batch is None else _cut(batch, *bounds(len(batch.targets), self.ranks.rank, self.ranks.size))
+        return None if batch is None else _cut(batch, *self._bounds(len(batch.targets)))
 
     def eval_batches(self) -> Iterator[Batch]:
         """This rank's share of each evaluation batch."""
         return self._shares(self._data.eval_batches())
 
+    def _bounds(self, num: int) -> tuple[int, int]:
+        return bounds(num, self.ranks.data_rank, self.ranks.data_size)
+
     def _shares(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         if self._reads_share:
             return iter(batches)
-        return (_cut(batch, *bounds(len(batch.targets), self.ranks.rank, self.ranks.size)) for batch in batches)
+        return (_cut(batch, *self._bounds(len(batch.targets))) for batch in batches)
 
     def _read_share(self, numbers: Tensor) -> Batch:
-        first, end = bounds(len(numbers), self.ranks.rank, self.ranks.size)
+        first, end = self._bounds(len(numbers))
         if first == end:
             return _nothing_of(self.whole.read(numbers[:1]))
         batch: Batch = self.whole.read(numbers[first:end])

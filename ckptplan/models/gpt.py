@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ckptplan.data.checks import require_int
 from ckptplan.data.spec import DataSpec
 from ckptplan.models.chain import ChainModel
-from ckptplan.models.transformer import TransformerBlock, check_sizes, init_weights
+from ckptplan.models.transformer import TransformerBlock, check_sizes, init_weights, tensor_parallel_plan
 
 
 class GPT(ChainModel):
@@ -22,6 +22,7 @@ class GPT(ChainModel):
         vocab_size: number of different tokens; 256 is bytes.
         dropout: probability of dropping, in the embedding, the attention and both branches.
         tie_weights: the head uses the token embedding's matrix.
+        separate_qkv: a matrix each for queries, keys and values, for tensor parallelism.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class GPT(ChainModel):
         vocab_size: int = 256,
         dropout: float = 0.0,
         tie_weights: bool = False,
+        separate_qkv: bool = False,
     ) -> None:
         super().__init__()
         check_sizes(layers, width, heads, dropout)
@@ -43,7 +45,10 @@ class GPT(ChainModel):
         self.tokens = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(sequence_length, width)
         self.drop = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(TransformerBlock(width, heads, dropout, causal=True) for _ in range(layers))
+        self.heads, self.separate_qkv = heads, separate_qkv
+        self.layers = nn.ModuleList(
+            TransformerBlock(width, heads, dropout, causal=True, separate_qkv=separate_qkv) for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab_size, bias=False)
         if tie_weights:
@@ -62,3 +67,7 @@ class GPT(ChainModel):
         self.check_inputs(inputs)
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         return self.drop(self.tokens(inputs) + self.positions(positions))
+
+    def tensor_parallel_plan(self, num_ranks: int) -> dict[str, str]:
+        """Which matrices ``num_ranks`` share, and how. Raises ``ValueError`` where they cannot."""
+        return tensor_parallel_plan(self.heads, num_ranks, self.separate_qkv)

@@ -102,6 +102,29 @@ class HFModel(nn.Module):
         return logits
 
 
+    def tensor_parallel_plan(self, num_ranks: int) -> dict[str, str]:
+        """Which matrices ``num_ranks`` share, and how: the plan that the configuration carries.
+
+        Raises ``ValueError`` where it carries none, or one of more than matrices, or heads do not split evenly.
+        """
+        config: Any = self.model.config
+        shipped: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+        if not shipped:
+            raise ValueError(
+                f"{type(config).__name__} carries no base_model_tp_plan; engine.tp_plan={{pattern: colwise, ...}} can "
+                "say how its matrices are cut"
+            )
+        for path, style in shipped.items():
+            if style not in ("colwise", "rowwise"):
+                raise ValueError(f"its plan has {path}: {style}, and only matrices are cut, colwise and rowwise")
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(config, name, None)
+            if isinstance(heads, int) and heads % num_ranks:
+                raise ValueError(f"{name}={heads} do not split evenly over {num_ranks} ranks")
+        base = f"model.{self.model.base_model_prefix}"
+        return {f"{base}.{path}": style for path, style in shipped.items()}
+
+
 def _configuration(
     model_type: str | None, architecture: str | None, path: str | None, changes: Mapping[str, Any]
 ) -> Any:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ckptplan.data.checks import require_int
 from ckptplan.data.spec import DataSpec
 from ckptplan.models.chain import ChainModel
-from ckptplan.models.transformer import TransformerBlock, check_sizes, init_weights
+from ckptplan.models.transformer import TransformerBlock, check_sizes, init_weights, tensor_parallel_plan
 
 
 class ViT(ChainModel):
@@ -23,6 +23,7 @@ class ViT(ChainModel):
         channels: colours of an image.
         classes: number of labels.
         dropout: probability of dropping, in the embedding, the attention and both branches.
+        separate_qkv: a matrix each for queries, keys and values, for tensor parallelism.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class ViT(ChainModel):
         channels: int,
         classes: int,
         dropout: float = 0.0,
+        separate_qkv: bool = False,
     ) -> None:
         super().__init__()
         check_sizes(layers, width, heads, dropout)
@@ -50,7 +52,10 @@ class ViT(ChainModel):
         self.patches = nn.Conv2d(channels, width, kernel_size=patch_size, stride=patch_size)
         self.positions = nn.Parameter(torch.empty((image_size // patch_size) ** 2, width))
         self.drop = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(TransformerBlock(width, heads, dropout, causal=False) for _ in range(layers))
+        self.heads, self.separate_qkv = heads, separate_qkv
+        self.layers = nn.ModuleList(
+            TransformerBlock(width, heads, dropout, causal=False, separate_qkv=separate_qkv) for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
         init_weights(self, layers, width)
@@ -68,3 +73,7 @@ class ViT(ChainModel):
         self.check_inputs(inputs)
         patches = self.patches(inputs.to(self.patches.weight.dtype))  # (B, width, rows, columns)
         return self.drop(patches.flatten(2).transpose(1, 2) + self.positions)
+
+    def tensor_parallel_plan(self, num_ranks: int) -> dict[str, str]:
+        """Which matrices ``num_ranks`` share, and how. Raises ``ValueError`` where they cannot."""
+        return tensor_parallel_plan(self.heads, num_ranks, self.separate_qkv)

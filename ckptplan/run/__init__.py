@@ -25,6 +25,7 @@ from ckptplan.config import RunConfig
 from ckptplan.config.loading import config_hash
 from ckptplan.devices import DEVICES
 from ckptplan.engine.ranks import Ranks
+from ckptplan.engine.tensor import require_same
 from ckptplan.record import BudgetRecord, EngineRecord, RunRecorder, RunResult, environment, exit_code
 from ckptplan.report.page import try_write_report
 from ckptplan.report.records import is_job_of_sweep
@@ -34,7 +35,7 @@ from ckptplan.run.ending import ended, final_status, is_finished
 from ckptplan.run.estimate import AbsentDevice, record_profile
 from ckptplan.run.planning import certify_if_eager, keep_certificate, keep_plan, profile_and_plan, tell_rows
 from ckptplan.run.preparing import build_data, build_model, find_shapes, note_static_bytes, prepare, runtime_of_run
-from ckptplan.run.progress import RunInProgress, changes_since, loss_fn
+from ckptplan.run.progress import RunInProgress, changes_since, loss_fn, rtol_of
 from ckptplan.run.proving import prove_or_tighten
 from ckptplan.run.records import short_name
 from ckptplan.run.trained import train_planned
@@ -74,7 +75,7 @@ def run_job(
     )
     result.budget = BudgetRecord(config.target.key, config.target.value)
     result.environment = {**environment(), "overrides": " ".join(overrides)}
-    result.engine = EngineRecord(config.engine.kind, ranks.size)
+    result.engine = EngineRecord(config.engine.kind, ranks.size, ranks.tensor_size)
     logger = config.logger
     tracker = open_tracker(
         logger.kind if ranks.is_first else "none",  # type: ignore[arg-type]  # checked by load_config
@@ -140,6 +141,8 @@ def _all_stages(run: RunInProgress) -> None:
         _plan_for_absent(run)
         return
     made = run.ranks.together(lambda: prepare(run))
+    if made.cut is not None:
+        require_same(made.trained.model, made.cut, run.ranks, rtol_of(made.runtime))
     runtime, batch = made.runtime, made.batch
     streams = None
     if not made.is_sharded:  # a sharded model is filled when there are shards
@@ -148,7 +151,7 @@ def _all_stages(run: RunInProgress) -> None:
         run.on_begin()
     run.tracker.start(run.resolved, run.config.name or run.folder.name, run.config.logger.group)
     run.is_started = True
-    made_for = plan_made_for(run.config, batch, runtime.device_name, run.ranks.size)
+    made_for = plan_made_for(run.config, batch, runtime.device_name, run.ranks)
     planned, profile = profile_and_plan(run, made, made_for)
     tell_rows(run, made, planned, profile)
     certificate = run.ranks.together(lambda: certify_if_eager(run, made, planned.plan, profile))

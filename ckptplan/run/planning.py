@@ -74,12 +74,13 @@ def profile_of_run(run: RunInProgress, made: Prepared) -> ChainProfile:
     return profile_blocks_of_run(
         run.config,
         run.result,
-        made.trained.model,
+        made.measured,
         made.selection,
         made.batch,
         made.runtime,
         loss_fn(made.runtime),
         run.stop.check,
+        is_sharded=made.is_sharded,
     )
 
 
@@ -98,10 +99,12 @@ def plan_with_figures(
         planned = stored
     elif made.is_sharded:
         names = dict.fromkeys(modules_of(profile.block_ids))
-        sharding = sharding_of(made.trained.model, list(names), made.gradient_order, run.ranks.size)
+        sharding = sharding_of(made.trained.model, list(names), made.gradient_order, run.ranks.data_size)
         planned, profile = plan_sharded(profile, sharding, make)
         units = sharding_units(planned.plan)
         run.result.engine.gathered_weights_bytes = sharding.most_gathered_bytes(units)
+    elif made.cut is not None:
+        planned = make(profile, 0)
     else:
         planned = plan_for_shapes(run, made, lambda reserve_bytes: make(profile, reserve_bytes))
     keep_plan(run, planned, profile, start_s)
@@ -166,6 +169,8 @@ def certify_plan(run: RunInProgress, made: Prepared, plan: CheckpointPlan, profi
     try:
         if made.is_sharded:
             raise DryRunError("it would not see the weights that are gathered")
+        if made.cut is not None:
+            raise DryRunError("it does not run over a mesh of ranks")
         found = verify_plan(made.trained.model, plan, batch, loss_fn_without_values(made.runtime, batch))
         certificate = replace(
             certificate,

@@ -19,8 +19,9 @@ from ckptplan.data.dataset import Dataset
 from ckptplan.data.loading import CAN_HAVE_WORKERS
 from ckptplan.data.spec import explain_mismatch
 from ckptplan.discovery import find_blocks
-from ckptplan.engine.parallel import gradient_order
+from ckptplan.engine.parallel import gradient_order, shards
 from ckptplan.engine.shares import SharedData
+from ckptplan.engine.tensor import cut_model
 from ckptplan.errors import (
     MODEL_ERRORS,
     BlockDeclarationError,
@@ -77,19 +78,23 @@ def prepare_as_it_is(run: RunInProgress) -> Prepared:
     shapes = find_shapes(run, data)
     batch = to_device(shapes.batch, runtime.device)
     require_fit(run, model, batch, runtime)
-    selection = blocks_of_run(run, model, batch, runtime)
+    cut = None
+    if run.ranks.tensor_size > 1:
+        cut = cut_model(model, run.config.engine.tp_plan, run.ranks, batch, loss_fn(runtime))
+    measured = model if cut is None else cut.silent
+    selection = blocks_of_run(run, measured, batch, runtime)
     check_given_plan(run, selection)
     make_optimizer = instantiate(run.config.optimizer, "optimizer")
     optimizer = call_partial(make_optimizer, run.config.optimizer, "optimizer", model.parameters())
     order: tuple[str, ...] = ()
     if run.config.engine.kind != "single":
-        order = gradient_order(model, lambda twin: loss_fn(runtime)(twin, batch), runtime.device)
+        order = gradient_order(measured, lambda twin: loss_fn(runtime)(twin, batch), runtime.device)
     static = count_static_bytes(run, model, optimizer, batch)
     settings = train_settings(run, runtime)
     if run.config.data_workers:
         workers = run.config.data_workers  # one batch to measure with needs none
         data = data.with_workers(workers) if isinstance(data, SharedData) else replace(data, workers=workers)
-    trained = Trained(model, optimizer, make_scaler(settings), data, runtime.device)
+    trained = Trained(model, optimizer, make_scaler(settings), data, runtime.device, is_sharded=cut is not None)
     return Prepared(
         runtime=runtime,
         batch=batch,
@@ -102,6 +107,8 @@ def prepare_as_it_is(run: RunInProgress) -> Prepared:
         settings=settings,
         engine=run.config.engine.kind,
         gradient_order=order,
+        is_sharded=shards(run.config.engine.kind, run.ranks),
+        cut=cut,
     )
 
 
@@ -211,7 +218,7 @@ def check_given_plan(run: RunInProgress, selection: BlockSelection) -> None:
 def count_static_bytes(
     run: RunInProgress, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
 ) -> StaticBytes:
-    num_shards = run.ranks.size if run.config.engine.kind == "fsdp2" else 1
+    num_shards = run.ranks.data_size if shards(run.config.engine.kind, run.ranks) else 1
     static = static_bytes(model, optimizer, batch, num_shards)
     if num_shards == 1:
         step_bytes = optimizer_step_bytes(optimizer, on_cuda=batch.inputs.is_cuda)

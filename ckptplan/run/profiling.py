@@ -42,8 +42,12 @@ def profile_blocks_of_run(
     runtime: Runtime,
     loss_fn: LossFn,
     check_stop: Callable[[], None],
+    *,
+    is_sharded: bool = False,
 ) -> ChainProfile:
     """What the blocks of the run cost on this rank; fills ``result.profile`` and its time.
+
+    ``is_sharded``: parameter gradients come anew in each step, as under FSDP2.
 
     Raises ``ConfigError`` where the blocks cannot be profiled.
     """
@@ -80,8 +84,8 @@ def profile_blocks_of_run(
             compiled_budgets=budgets,
             compiled_model_budgets=model_budgets,
             check_stop=check_stop,
-            gradients_stand=config.engine.kind != "fsdp2",
             offload=offload,
+            gradients_stand=not is_sharded,
         )
 
     try:
@@ -99,6 +103,7 @@ def profile_blocks_of_run(
                     [*budgets, "model", *model_budgets] if budgets else [],
                     given,
                     offload,
+                    is_sharded,
                 ),
                 measure,
                 with_options=with_options,
@@ -144,6 +149,7 @@ def _profile_key(
     compiled: list[float | str],
     given: tuple[tuple[str, ...], ...],
     offload: bool,
+    is_sharded: bool,
 ) -> str:
     settings: dict[str, Any] = {
         "model": config.model,
@@ -152,8 +158,10 @@ def _profile_key(
         "dtype": str(config.runtime.dtype),
         "trials": [config.profile.num_warmup, config.profile.num_trials],
     }
-    if config.engine.kind == "fsdp2":
+    if is_sharded:
         settings["gradients"] = "fresh"
+    if config.engine.tp > 1:
+        settings["tensor_parallel"] = [config.engine.tp, config.engine.tp_plan]
     if compiled:
         settings["compiled_budgets"] = compiled
     if given:

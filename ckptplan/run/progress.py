@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from torch import nn
 
 from ckptplan.blocks import BlockSelection
 from ckptplan.config import RunConfig
 from ckptplan.config.loading import config_yaml
 from ckptplan.data import Batch
 from ckptplan.engine.ranks import Ranks
+from ckptplan.engine.tensor import CutModel
+from ckptplan.equality import RTOL_FLOAT32, RTOL_HALF
 from ckptplan.footprint import StaticBytes
 from ckptplan.largest_shapes import LargestShapes
 from ckptplan.record import RunRecorder, RunResult, write_atomic
@@ -37,6 +41,8 @@ class Prepared:
     Attributes:
         batch: the largest of the data, on the device.
         gradient_order: names of the parameters in the order of their gradients; empty with one process.
+        is_sharded: whether each rank holds a part of the weights only, which are gathered block by block.
+        cut: with tensor parallelism, the model to measure on; else None.
     """
 
     runtime: Runtime
@@ -50,11 +56,13 @@ class Prepared:
     settings: TrainSettings
     engine: str
     gradient_order: tuple[str, ...]
+    is_sharded: bool
+    cut: CutModel | None
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether each rank holds a part of the weights only."""
-        return self.engine == "fsdp2"
+    def measured(self) -> nn.Module:
+        """What blocks are measured on, by each rank alone."""
+        return self.trained.model if self.cut is None else self.cut.silent
 
 
 @dataclass
@@ -106,6 +114,12 @@ class RunInProgress:
 
 def changes_since(stored: Stored, resolved: dict[str, Any]) -> list[str]:
     return describe_changes(stored.config, {**resolved, "resume": stored.config["resume"]})
+
+
+def rtol_of(runtime: Runtime) -> float:
+    """How far losses and gradients of two ways to run the same model may differ, each beside its size."""
+    is_half = runtime.autocast_dtype is not None or runtime.parameter_dtype is not torch.float32
+    return RTOL_HALF if is_half else RTOL_FLOAT32
 
 
 def loss_fn(runtime: Runtime) -> LossFn:

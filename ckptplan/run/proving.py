@@ -13,7 +13,7 @@ from torch import nn
 from ckptplan.budget import PlannedRun
 from ckptplan.certificate import Certificate
 from ckptplan.engine.parallel import Parallel, make_parallel, measured_under
-from ckptplan.equality import RTOL_COMPILED, RTOL_FLOAT32, RTOL_HALF, mismatch_error
+from ckptplan.equality import RTOL_COMPILED, mismatch_error
 from ckptplan.errors import StepMismatchError
 from ckptplan.plan import CheckpointPlan
 from ckptplan.profiles import ChainProfile
@@ -22,7 +22,7 @@ from ckptplan.record import LatencyRecord, RankRecord
 from ckptplan.recovery import Tightened, tighter_plan
 from ckptplan.run.ending import MOST_ERROR_ON_RANKS
 from ckptplan.run.planning import certify_if_eager, keep_plan
-from ckptplan.run.progress import Prepared, RunInProgress, loss_fn
+from ckptplan.run.progress import Prepared, RunInProgress, loss_fn, rtol_of
 from ckptplan.run.records import gradients_record, step_times
 from ckptplan.runtime import Runtime
 from ckptplan.smaller_batches import let_go
@@ -58,8 +58,7 @@ def prove_or_tighten(
 def prove(run: RunInProgress, made: Prepared, plan: CheckpointPlan) -> StepProof:
     model, batch, runtime = made.trained.model, made.batch, made.runtime
     log.info("proving the plan by real steps, with and without it ...")
-    is_half = runtime.autocast_dtype is not None or runtime.parameter_dtype is not torch.float32
-    rtol = RTOL_HALF if is_half else RTOL_COMPILED if plan.compiled else RTOL_FLOAT32
+    rtol = max(rtol_of(runtime), RTOL_COMPILED if plan.compiled else 0.0)
     proof = prove_model(
         model,
         plan,

@@ -56,8 +56,8 @@ def train_planned(
     start = Position() if run.stored is None else run.stored.start(trained.batch_size)
     watch = watch_of(run, made, profile, lambda: recovery.plan, start.step)
     losses = [row["train/loss"] for row in load_metrics(run.folder) if row.get("train/loss") is not None]
-    if run.ranks.rank or (run.stored is not None and streams is None):
-        seed_everything(seed_of_rank(run.config.seed, run.ranks.rank, start.step))
+    if run.ranks.data_rank or (run.stored is not None and streams is None):
+        seed_everything(seed_of_rank(run.config.seed, run.ranks.data_rank, start.step))
     if streams is not None:  # last, so that nothing draws or seeds after it
         restore_random(streams, trained.device, run.result.notes)
     try:

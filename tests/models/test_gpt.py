@@ -99,8 +99,8 @@ def test_dropout_acts_in_training_only_and_in_attention_too() -> None:
     assert torch.equal(model(tokens), plain(tokens))
 
     block = TransformerBlock(24, 3, dropout=0.5, causal=True)
-    qkv = torch.randn(1, 10, 72)
-    assert not torch.equal(block.attend(qkv), block.attend(qkv))
+    heads = block.heads_of(torch.randn(1, 10, 24))
+    assert not torch.equal(block.attend(*heads), block.attend(*heads))
 
 
 def test_the_first_loss_is_near_that_of_a_guess() -> None:
