@@ -283,7 +283,7 @@ def _optimizer_step(
     loss = gradients_of(model, window, settings, scaler)
     if scaler:
         scaler.unscale_(optimizer)
-    grad_norm = _clip(optimizer, settings.clip_norm)
+    grad_norm = clip(optimizer, settings.clip_norm)
     loss_is_finite = loss is None or math.isfinite(loss)
     is_finite = loss_is_finite and math.isfinite(grad_norm)
     if is_finite:
@@ -302,7 +302,7 @@ def update_weights(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScale
     scaler.step(optimizer) if scaler else optimizer.step()
 
 
-def _clip(optimizer: torch.optim.Optimizer, clip_norm: float | None) -> float:
+def clip(optimizer: torch.optim.Optimizer, clip_norm: float | None) -> float:
     """The gradients' 2-norm over all parameters, before clipping."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     gradients = [p.grad for p in parameters if p.grad is not None]

@@ -37,7 +37,7 @@ validate apply dry_run proof equality benchmark budget autofit batch_size smalle
 data.spec data.checks data.order data data.loading data.dataset data.digits data.images data.text data.tokens
 models.chain models.transformer models.gpt models.mlp models.resnet models.unet models.vit models.hf models
 profile_cache other_trackers tracking stopping launched
-engine engine.ranks engine.shares engine.worst engine.gathered engine.parallel engine.planning
+engine engine.ranks engine.shares engine.worst engine.gathered engine.parallel engine.tensor engine.planning
 training largest_shapes peak_watch recovery runs resuming jobs sweep_table sweep_tracking
 dashboards sweeps cluster
 report report.tables report.records report.steps report.figures report.vega report.tradeoff report.charts

@@ -15,6 +15,7 @@ from ckptplan.config import (
     PLAN_SOURCES,
     PLANNER_NAMES,
     PLANNERS_FOR_ANY_SIZE,
+    EngineConfig,
     RunConfig,
     SweepConfig,
 )
@@ -176,7 +177,9 @@ def _check_engine(config: RunConfig) -> None:
     if engine.kind == "single":
         if engine.num_processes not in (None, 1):
             problem = "engine=single is one process"
-            raise config_error("engine.nproc", engine.num_processes, problem, remedy=f"engine=ddp engine.nproc={engine.num_processes}")
+            raise config_error(
+                "engine.nproc", engine.num_processes, problem, remedy=f"engine=ddp engine.nproc={engine.num_processes}"
+            )
         return
     if engine.num_processes is not None:
         check_mesh(engine, engine.num_processes)

@@ -47,8 +47,8 @@ class SharedData:
         size = getattr(data, "batch_size", None)
         if not isinstance(size, int):
             raise ConfigError(
-                f"data: {type(data).__name__} has no batch_size, which {ranks.data_size} ranks have to share evenly; give "
-                "it one, or use engine=single"
+                f"data: {type(data).__name__} has no batch_size, which {ranks.data_size} ranks have to share evenly; "
+                "give it one, or use engine=single"
             )
         check_batch_divides(size, ranks.data_size)
         self.whole, self.ranks, self.batch_size, self.spec = data, ranks, size, data.spec

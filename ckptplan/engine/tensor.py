@@ -8,6 +8,7 @@ matrices, the buffers and the operators that it will train with.
 from __future__ import annotations
 
 import fnmatch
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ckptplan.config import config_error
+from ckptplan.config.wording import config_error
 from ckptplan.data import Batch
 from ckptplan.engine.ranks import Ranks
 from ckptplan.errors import ConfigError
+from ckptplan.proof import is_out_of_memory
 from ckptplan.trees import local, whole
 from ckptplan.twin import make_twin
 
@@ -46,9 +48,9 @@ def with_meshes(ranks: Ranks, device_type: str) -> Ranks:
 
 def _silent_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
     """A mesh of the ranks that share matrices with this one, which exchanges nothing: PyTorch's fake process group."""
-    import torch.testing._internal.distributed.fake_pg  # registers it
     from torch.distributed.device_mesh import DeviceMesh
 
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers it
     first, found = ranks.rank - ranks.tensor_rank, None
     for start in range(0, ranks.size, ranks.tensor_size):  # every rank takes part in making every group
         group = dist.new_group(list(range(start, start + ranks.tensor_size)), backend="fake")
@@ -189,6 +191,17 @@ def cut_model(
         whole_loss = float(loss_fn(twin.eval(), sample))
     (twin,) = make_twin([model])
     silent = cut(twin, styles, ranks.silent_mesh)
+    try:
+        with torch.no_grad():
+            loss_fn(silent, sample)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise _error(
+            "engine.tp_plan" if given else "the model's plan",
+            f"cut by it the model fails: {str(error).splitlines()[0]}",
+            "pairs of matrices, the first colwise and the second rowwise",
+        ) from error
     cut(model, styles, ranks.mesh["tp"])
     return CutModel(silent, sample, whole_loss, loss_fn)
 

@@ -101,7 +101,6 @@ class HFModel(nn.Module):
         logits: Tensor = self.model(**given).logits
         return logits
 
-
     def tensor_parallel_plan(self, num_ranks: int) -> dict[str, str]:
         """Which matrices ``num_ranks`` share, and how: the plan that the configuration carries.
 

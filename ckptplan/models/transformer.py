@@ -38,7 +38,7 @@ class TransformerBlock(nn.Module):
         return x + self.drop(self.out(F.gelu(self.fc(self.norm2(x)))))
 
     def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, C) -> queries, keys and values, each (B, H, T, C / H); where ranks share the matrices, of own heads."""
+        """(B, T, C) -> queries, keys and values, each (B, H, T, C / H); of cut matrices this rank's heads."""
         if self.qkv is None:
             query, key, value = (
                 projection(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)

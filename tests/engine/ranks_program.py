@@ -1,4 +1,4 @@
-"""One rank of the tests: plans and steps under DDP and FSDP2; rank 0 writes what all ranks found as JSON.
+"""One rank of the tests: plans and steps under DDP, FSDP2 and tensor parallelism; rank 0 writes JSON of all ranks.
 
 ``python -m tests.engine.ranks_program <rank> <number of ranks> <folder>``
 """
@@ -18,10 +18,19 @@ from ckptplan.apply import checkpointed
 from ckptplan.budget import PlannedRun
 from ckptplan.data import IGNORE_INDEX, Batch
 from ckptplan.engine.gathered import with_gathered
-from ckptplan.engine.parallel import gradient_order, make_parallel, measured_under, sharding_of, sharding_units
+from ckptplan.engine.parallel import alone as alone_in
+from ckptplan.engine.parallel import (
+    gradient_order,
+    make_parallel,
+    measured_under,
+    sharding_of,
+    sharding_units,
+    shards,
+)
 from ckptplan.engine.planning import block_by_block, plan_sharded, same_plan
 from ckptplan.engine.ranks import Ranks
 from ckptplan.engine.shares import SharedData, bounds
+from ckptplan.engine.tensor import cut_model, require_same, with_meshes
 from ckptplan.engine.worst import worst_profile
 from ckptplan.errors import ConfigError
 from ckptplan.measure import profile_model
@@ -32,7 +41,7 @@ from ckptplan.profiles import ChainProfile, modules_of
 from ckptplan.proof import prove_model
 from ckptplan.stopping import StopFlag
 from ckptplan.subject import Trials
-from ckptplan.training import TrainSettings, accumulate_gradients, evaluate, loss_of
+from ckptplan.training import TrainSettings, accumulate_gradients, clip, evaluate, loss_of
 from ckptplan.trees import whole
 
 CPU = torch.device("cpu")
@@ -48,6 +57,8 @@ PLANS: dict[str, tuple[str, float] | str] = {
     "nest": "R(0 R(1 2)) R(3)",
 }
 
+PLANS_OF_CUT_MODELS = ("dp", "segment", "nest")
+
 
 def main(rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(1)
@@ -58,15 +69,20 @@ def main(rank: int, size: int, folder: str) -> None:
     for engine in ("ddp", "fsdp2"):
         found[engine] = {name: under(engine, plan, ranks) for name, plan in PLANS.items()}
     found["buffers"] = buffers(ranks)
+    cutting = with_meshes(Ranks(rank, size, rank, tensor_size=2), "cpu")
+    found["tensor"] = {name: under("fsdp2", PLANS[name], cutting) for name in PLANS_OF_CUT_MODELS}
+    found["clipping"] = clipping(cutting)
+    found["another"] = [refusal(model, cutting) for model in (Squeezed(), Normed())]
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def model() -> nn.Module:
+def model() -> GPT:
     torch.manual_seed(0)
-    return GPT(vocab_size=VOCABULARY, sequence_length=LENGTH, layers=NUM_BLOCKS, width=32, heads=2)
+    sizes = {"vocab_size": VOCABULARY, "sequence_length": LENGTH, "layers": NUM_BLOCKS, "width": 32, "heads": 2}
+    return GPT(**sizes, separate_qkv=True)
 
 
 def whole_batch() -> Batch:
@@ -78,20 +94,26 @@ def whole_batch() -> Batch:
 
 
 def share_of(batch: Batch, ranks: Ranks) -> Batch:
-    first, end = bounds(len(batch.targets), ranks.rank, ranks.size)
+    first, end = bounds(len(batch.targets), ranks.data_rank, ranks.data_size)
     return Batch(batch.inputs[first:end], batch.targets[first:end])
 
 
 def under(engine: str, wanted: tuple[str, float] | str, ranks: Ranks) -> dict[str, Any]:
     subject, batch = model(), share_of(whole_batch(), ranks)
+    is_sharded = shards(engine, ranks)
+    to_measure: nn.Module = subject
+    if ranks.mesh is not None:
+        cut = cut_model(subject, None, ranks, batch, loss_of)
+        require_same(subject, cut, ranks, 1e-5)
+        to_measure = cut.silent
     measured = profile_model(
-        subject, None, batch, loss_of, num_warmup=0, num_trials=1, selective=True, gradients_stand=engine == "ddp"
+        to_measure, None, batch, loss_of, num_warmup=0, num_trials=1, selective=True, gradients_stand=not is_sharded
     )
     plain = worst_profile([ChainProfile.from_json(text) for text in ranks.gather(measured.to_json())])
-    order = gradient_order(subject, lambda twin: loss_of(twin, batch), CPU)
+    order = gradient_order(to_measure, lambda twin: loss_of(twin, batch), CPU)
     names = tuple(dict.fromkeys(modules_of(plain.block_ids)))
-    sharding = sharding_of(subject, names, order, ranks.size)
-    flat = plain if engine == "ddp" else with_gathered(plain, sharding, block_by_block(plain))
+    sharding = sharding_of(subject, names, order, ranks.data_size)
+    flat = plain if not is_sharded else with_gathered(plain, sharding, block_by_block(plain))
     budget_bytes = budget_for(flat, wanted)
 
     def make(seen: ChainProfile, reserve_bytes: int) -> PlannedRun:
@@ -103,7 +125,7 @@ def under(engine: str, wanted: tuple[str, float] | str, ranks: Ranks) -> dict[st
         return PlannedRun(plan, plan.budget_bytes, reserve_bytes, 0, 0.0)
 
     def planned() -> PlannedRun:
-        return make(plain, 0) if engine == "ddp" else plan_sharded(plain, sharding, make)[0]
+        return make(plain, 0) if not is_sharded else plan_sharded(plain, sharding, make)[0]
 
     plan = same_plan(ranks, planned).plan
     proof = prove_model(
@@ -140,21 +162,89 @@ def budget_for(profile: ChainProfile, wanted: tuple[str, float] | str) -> int:
 
 
 def difference_from_one_process(engine: str, subject: nn.Module, plan: CheckpointPlan, ranks: Ranks) -> float:
-    """The largest difference of a gradient from that of one process, over the largest element of its parameter."""
-    alone = model()
+    """The largest difference of a gradient from that of one process, over the largest element of its parameter.
+
+    A cut matrix adds up in another order, so such models are compared in float64, where what is left is no rounding.
+    """
+    alone, batch = model(), share_of(whole_batch(), ranks)
+    if ranks.mesh is not None:
+        alone, subject = alone.double(), model().double()
+        cut_model(subject, None, ranks, batch, loss_of)
     accumulate_gradients(alone, [whole_batch()], SETTINGS)
     patch = checkpointed(subject, plan).permanent()
     parallel = make_parallel(engine, subject, plan, ranks, ())
-    accumulate_gradients(parallel, [share_of(whole_batch(), ranks)], SETTINGS)
+    accumulate_gradients(parallel, [batch], SETTINGS)
     patch.remove()
     expected = {name: p.grad for name, p in alone.named_parameters()}
     largest = 0.0
     for name, parameter in subject.named_parameters():
         assert parameter.grad is not None
+        if name.endswith(".k.bias"):
+            continue  # it moves all scores of a query alike: its gradient is zero, and what is left is rounding
         right = expected[name]
         assert right is not None
         largest = max(largest, float((whole(parameter.grad) - right).abs().max() / right.abs().max()))
     return largest
+
+
+def clipping(ranks: Ranks) -> dict[str, Any]:
+    """Norms and weights of two clipped steps of a cut model, and those of one process on the whole batch."""
+    subject, alone = model(), model()
+    cut_model(subject, None, ranks, share_of(whole_batch(), ranks), loss_of)
+    parallel = make_parallel("fsdp2", subject, CheckpointPlan.from_text("K0 R(1) K2 K3"), ranks, ())
+    norms: dict[str, list[float]] = {"cut": [], "alone": []}
+    for name, trained, batch in (
+        ("cut", parallel, share_of(whole_batch(), ranks)),
+        ("alone", alone_in(alone), whole_batch()),
+    ):
+        optimizer = torch.optim.SGD(trained.model.parameters(), lr=1.0)
+        for _ in range(2):
+            accumulate_gradients(trained, [batch], SETTINGS)
+            norms[name].append(clip(optimizer, 0.1))
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = dict(alone.named_parameters())
+    apart = [float((whole(p.detach()) - expected[name].detach()).abs().max()) for name, p in subject.named_parameters()]
+    return {**norms, "apart": ranks.gather(max(apart)), "of_ranks": ranks.gather(norms["cut"])}
+
+
+class Squeezed(nn.Module):
+    """Between its cut matrices the features are made of length one: of a part of them that is another length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.fc, self.out = nn.Embedding(VOCABULARY, 16), nn.Linear(16, 16), nn.Linear(16, VOCABULARY)
+
+    def tensor_parallel_plan(self, num_ranks: int) -> dict[str, str]:
+        return {"fc": "colwise", "out": "rowwise"}
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.out(self.between(self.fc(self.tokens(inputs))))
+        return logits
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.normalize(x, dim=-1)
+
+
+class Normed(Squeezed):
+    """Between them stands a weight for every feature of a head, which both ranks have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.unflatten(-1, (-1, 8)) * self.scale).flatten(-2)
+
+
+def refusal(subject: nn.Module, ranks: Ranks) -> str:
+    cut = cut_model(subject, None, ranks, share_of(whole_batch(), ranks), loss_of)
+    try:
+        require_same(subject, cut, ranks, 1e-5)
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
 
 
 def agreement(ranks: Ranks) -> dict[str, Any]:

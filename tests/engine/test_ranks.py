@@ -1,4 +1,4 @@
-"""Two (slow: four) gloo ranks: plans and steps under DDP and FSDP2 against one process; see ranks_program.py."""
+"""Two (slow: four) gloo ranks: plans and steps under DDP, FSDP2 and tensor parallelism; see ranks_program.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.ranks_program import PLANS
+from tests.engine.ranks_program import PLANS, PLANS_OF_CUT_MODELS
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -34,7 +34,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return found_by(request.param, tmp_path_factory.mktemp("ranks"))
 
 
-EVERY = pytest.mark.parametrize(("engine", "plan"), [(e, p) for e in ("ddp", "fsdp2") for p in PLANS])
+ENGINES = {"ddp": tuple(PLANS), "fsdp2": tuple(PLANS), "tensor": PLANS_OF_CUT_MODELS}
+EVERY = pytest.mark.parametrize(("engine", "plan"), [(e, p) for e, plans in ENGINES.items() for p in plans])
 
 
 @EVERY
@@ -58,7 +59,7 @@ def test_gradients_are_those_without_the_plan_and_those_of_one_process(
 ) -> None:
     """DDP adds up buckets in the order in which gradients come, which plans change: four addends may round apart."""
     case = found[engine][plan]
-    if engine == "fsdp2" or found["ranks"] == 2:
+    if engine != "ddp" or found["ranks"] == 2:
         assert case["bitwise_equal"] == [True] * found["ranks"]
     assert max(case["from_plain"]) <= 1e-6, case
     assert max(case["from_one_process"]) <= 1e-6, case
@@ -78,6 +79,20 @@ def test_the_plans_are_of_the_kinds_that_they_are_called(found: dict[str, Any]) 
 
 def test_a_segment_is_gathered_as_a_whole(found: dict[str, Any]) -> None:
     assert found["fsdp2"]["segment"]["units"] == [["layers.0"], ["layers.1", "layers.2"], ["layers.3"]]
+
+
+def test_the_norm_of_a_cut_model_is_clipped_as_that_of_one_process(found: dict[str, Any]) -> None:
+    """Of its gradients some are spread over all ranks, some over those that share a batch, and some over none."""
+    clipping = found["clipping"]
+    assert clipping["cut"] == pytest.approx(clipping["alone"], rel=1e-6)
+    assert clipping["of_ranks"] == [clipping["cut"]] * found["ranks"]
+    assert max(clipping["apart"]) <= 1e-5
+
+
+def test_a_cut_that_makes_another_model_is_refused(found: dict[str, Any]) -> None:
+    squeezed, normed = found["another"]
+    assert "engine.tp=2: the model as it is cut is another one: its loss is" in squeezed
+    assert "gradients of scale, which every rank holds whole, differ from rank to rank" in normed
 
 
 def test_an_error_or_a_signal_of_one_rank_reaches_all(found: dict[str, Any]) -> None:
