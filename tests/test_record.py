@@ -38,7 +38,7 @@ DESIGN_KEYS = {
     "optimizer_bytes device_peak_bytes device_reserved_bytes training_peak_bytes "
     "training_expected_bytes training_drift rows "
     "largest_batch_samples longest_sequence",
-    "engine": "kind ranks gathered_weights_bytes gradient_buckets_bytes per_rank",
+    "engine": "kind ranks tensor_ranks gathered_weights_bytes gradient_buckets_bytes per_rank",
     "latency": "step_ms no_checkpoint_step_ms overhead_ratio predicted_overhead_ratio predicted_step_ms "
     "recompute_flops_ratio",
     "gradients": "checked reference max_abs_diff max_rel_diff bitwise_equal passed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,6 +106,31 @@ def test_saved_on_four_ranks_it_goes_on_on_two(tmp_path: Path, engine: str) -> N
 
 
 @pytest.mark.slow
+def test_cut_over_four_ranks_it_goes_on_on_other_meshes(tmp_path: Path) -> None:
+    """Two share each matrix, two such pairs a batch: then four share a batch, two the matrices, one has it all."""
+    clipped = ("model.separate_qkv=true", "clip_norm=1.0")
+    first = tmp_path / "first"
+    code, told = run(first, "engine=fsdp2", "engine.dp=2", "engine.tp=2", "steps=3", *clipped, *SAVES)
+    assert code == 0, told
+    engine = load_result(first)["engine"]
+    assert (engine["ranks"], engine["tensor_ranks"], len(engine["per_rank"])) == (4, 2, 4)
+    for row in engine["per_rank"]:
+        assert abs(row["prediction_error"]) <= 0.02
+    code, told = run(tmp_path / "alone", "steps=6", "state=off", *clipped)
+    assert code == 0, told
+    for name, mesh in (
+        ("shared", ("engine=fsdp2", "engine.nproc=4")),
+        ("cut", ("engine=fsdp2", "engine.dp=1", "engine.tp=2")),
+        ("one", ("engine=fsdp2", "engine.nproc=1")),
+    ):
+        folder = tmp_path / name
+        shutil.copytree(first, folder)
+        code, told = run(folder, *mesh, "steps=6", *clipped, *SAVES, f"resume={folder}")
+        assert code == 0, told
+        assert losses(folder) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_an_engine_on_one_rank_is_predicted_and_trains_as_one_process(tmp_path: Path, engine: str) -> None:
     code, told = run(tmp_path / "run", f"engine={engine}", "engine.nproc=1", "steps=4", *SAVES)
@@ -164,8 +190,20 @@ def test_ranks_of_torchrun_make_one_folder_and_a_signal_to_one_stops_all_at_the_
     [
         (("engine=ddp", "engine.nproc=3"), "data.batch_size=8: it is the size over all ranks"),
         (
-            ("engine=fsdp2", "engine.nproc=2", "engine.tp=2"),
-            "engine.tp=2: runs have no tensor parallel meshes; a loop of your own can: docs/distributed.md",
+            ("engine=ddp", "engine.nproc=2", "engine.tp=2"),
+            "engine.tp=2: cut matrices are trained by engine=fsdp2",
+        ),
+        (("engine=fsdp2", "engine.nproc=3", "engine.tp=2"), "engine.tp=2: 3 ranks are no multiple of it"),
+        (("engine=fsdp2", "engine.nproc=4", "engine.dp=4", "engine.tp=2"), "engine.dp=4: 4 ranks, 2 to each matrix"),
+        (
+            ("engine=fsdp2", "engine.dp=3", "engine.tp=2"),
+            "data.batch_size=8: it is the size over all ranks, and 3 ranks",
+        ),
+        (("engine=fsdp2", "engine.nproc=2", "engine.tp_plan={head: colwise}"), "nothing is cut with engine.tp=1"),
+        (("engine=fsdp2", "engine.tp=2", "engine.tp_plan=[head]"), "expected module paths or patterns, and how"),
+        (
+            ("engine=fsdp2", "engine.tp=2", "+optimizer.foreach=true"),
+            "optimizer.foreach=True: engine.tp spreads weights",
         ),
         (("engine.nproc=2",), "engine.nproc=2: engine=single is one process"),
         (("engine=fsdp2", "engine.nproc=2", "runtime.dtype=fp16_mixed"), "no loss scaling over shards"),
