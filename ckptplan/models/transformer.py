@@ -21,7 +21,8 @@ class TransformerBlock(nn.Module):
         self, width: int, heads: int, dropout: float = 0.0, *, causal: bool, separate_qkv: bool = False
     ) -> None:
         super().__init__()
-        self.head_width, self.dropout, self.causal = width // heads, dropout, causal
+        self.heads, self.dropout, self.causal = heads, dropout, causal
+        self.head_width = width // heads
         self.norm1 = nn.LayerNorm(width)
         self.qkv = None if separate_qkv else nn.Linear(width, 3 * width)
         if separate_qkv:

@@ -169,6 +169,7 @@ def difference_from_one_process(engine: str, subject: nn.Module, plan: Checkpoin
     alone, batch = model(), share_of(whole_batch(), ranks)
     if ranks.mesh is not None:
         alone, subject = alone.double(), model().double()
+        plan = CheckpointPlan.from_text(plan.text, plan.block_ids)  # the plan itself is one of a float32 model
         cut_model(subject, None, ranks, batch, loss_of)
     accumulate_gradients(alone, [whole_batch()], SETTINGS)
     patch = checkpointed(subject, plan).permanent()
