@@ -70,11 +70,13 @@ def declare_blocks(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) ->
 
     Raises:
         BlockDeclarationError: an id that is empty, not text or used twice; a module that the model
-            does not hold, that is declared twice, or that lies inside another block.
+            does not hold, that is declared twice, that lies inside another block, or that shares a
+            submodule with weights with another block (one activation, dropout or table for all is fine).
     """
     inside = {id(module) for module in model.modules()}
     taken_ids: set[str] = set()
     owner: dict[int, str] = {}
+    roots: set[int] = set()
     declared = []
     for order, entry in enumerate(blocks):
         try:
@@ -90,7 +92,7 @@ def declare_blocks(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) ->
         if id(module) not in inside:
             raise BlockDeclarationError(f"block {block_id!r} is not a submodule of {type(model).__name__}")
         for part in module.modules():
-            if id(part) in owner:
+            if id(part) in owner and (part is module or id(part) in roots or _has_weights(part)):
                 relation = (
                     "declared twice" if part is module else f"inside another block or shares {type(part).__name__}"
                 )
@@ -98,9 +100,14 @@ def declare_blocks(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) ->
                     f"block {block_id!r} is {relation} (with {owner[id(part)]!r}); blocks must not overlap"
                 )
         owner.update((id(part), block_id) for part in module.modules())
+        roots.add(id(module))
         taken_ids.add(block_id)
         declared.append(CheckpointableBlock(block_id, order, module))
     return tuple(declared)
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def select_blocks(model: nn.Module, paths: Sequence[str] | None = None) -> BlockSelection | None:

@@ -77,6 +77,13 @@ class TestDeclaring:
         with pytest.raises(BlockDeclarationError, match="shares Linear"):
             declare_blocks(net, [("a", net[0]), ("b", net[1])])
 
+    def test_one_activation_and_one_table_for_all_blocks_are_none_of_their_own(self) -> None:
+        shared = nn.GELU(), nn.BatchNorm1d(4, affine=False)
+        net = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), *shared) for _ in range(3))
+        assert len(declare_blocks(net, [(str(i), block) for i, block in enumerate(net)])) == 3
+        with pytest.raises(BlockDeclarationError, match="'b' is inside another block or shares GELU"):
+            declare_blocks(net, [("a", shared[0]), ("b", net[0])])
+
 
 class TestSelecting:
     def test_every_outermost_list_of_two_or_more_is_a_candidate(self) -> None:

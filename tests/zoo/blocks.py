@@ -99,6 +99,33 @@ class MovingAverage(Mlp):
         return x + torch.tanh(y - self.average)
 
 
+class Table(nn.Module):
+    """Adds a buffer; one that moves follows what it reads."""
+
+    def __init__(self, moves: bool = False) -> None:
+        super().__init__()
+        self.moves = moves
+        self.register_buffer("table", torch.randn(48), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.table
+        if self.moves and self.training:
+            with torch.no_grad():
+                self.table.lerp_(x.mean((0, 1)), 0.1)
+        return y
+
+
+class HasParts(Mlp):
+    """What comes between its matrices is given, so that blocks may have it in common."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*parts)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.down(self.parts(self.up(self.norm(x))))
+
+
 class CacheInAttribute(nn.Module):
     """Generation's key-value cache, left on while training: each forward puts its keys into a list."""
 

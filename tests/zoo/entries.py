@@ -114,6 +114,12 @@ def shared_weights() -> tuple[nn.Module, Any]:
     return model, rows()
 
 
+def shared_parts(moves: bool) -> tuple[nn.Module, Any]:
+    """One activation, one dropout and one table for all layers, as where they are made before the layers."""
+    parts = nn.GELU(), nn.Dropout(0.1), kind.Table(moves)
+    return Stack(*(kind.HasParts(*parts) for _ in range(3))), rows()
+
+
 class OneLayerTwice(Stack):
     def forward(self, x: Tensor) -> Tensor:
         x = self.before(x)
@@ -425,6 +431,13 @@ ENTRIES = [
     Entry("hooks", "module hooks, a hook that changes a weight's gradient", hooked),
     Entry("LoRA", "a frozen base, an input without gradient", low_rank),
     Entry("shared matrix", "one parameter in every block", shared_weights),
+    Entry("shared parts", "one activation, one dropout, one table for all", lambda: shared_parts(moves=False)),
+    Entry(
+        "shared parts, one of which changes",
+        "a buffer that every block changes and uses",
+        lambda: shared_parts(moves=True),
+        kept="is shared with block",
+    ),
     Entry(
         "tied embedding", "one parameter before and after", lambda: (TiedLanguageModel(), tokens()), loss_fn=next_token
     ),
