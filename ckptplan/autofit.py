@@ -93,7 +93,8 @@ def fit(
         blocks: module paths, globs such as ``"layers.*"``, or declared blocks; None: they are found.
         optimizer: for a size, so that its state is counted, also before its first step. Without it nothing is
             counted for it, and that is said.
-        planner, cost: as in ``plan_checkpoints``; ``"optimal"`` and ``"ilp"`` measure options inside blocks too.
+        planner, cost: as in ``plan_checkpoints``; ``"optimal"`` and ``"ilp"`` measure options inside blocks too, and
+            on a device with memory of its own blocks with their activations on the host.
         check: compare a planned with an unplanned step (``check_equality``); the model is left unpatched where they
             differ.
         say: gets each line of the summary; None: nothing is said.
@@ -121,6 +122,7 @@ def fit(
             loss_fn,
             device=where,
             selective=with_options,
+            offload=has_host_apart(where) and planner in PLANNERS_WITH_OPTIONS and cost == "time",
             compiled_budgets=COMPILED_BUDGETS if planner in PLANNERS_THAT_COMPILE else (),
             compiled_model_budgets=COMPILED_MODEL_BUDGETS if planner in PLANNERS_THAT_COMPILE else (),
         )
@@ -137,6 +139,11 @@ def fit(
         for line in lines:
             say(f"ckptplan: {line}")
     return Fitted(plan, profile, equality, static, "\n".join(lines), undo)
+
+
+def has_host_apart(device: torch.device) -> bool:
+    """Whether the device has memory of its own, so that activations may lie on the host instead."""
+    return device.type == "cuda"
 
 
 def parse_budget(budget: int | float | str) -> tuple[str, int | float]:

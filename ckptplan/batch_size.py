@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from ckptplan.autofit import allowed_bytes, parse_budget, static_of
+from ckptplan.autofit import allowed_bytes, has_host_apart, parse_budget, static_of
 from ckptplan.blocks import CheckpointableBlock
 from ckptplan.budget import least_peak_of
 from ckptplan.dry_run import verify_plan
@@ -275,7 +275,13 @@ class Search:
 
         def measure() -> ChainProfile:
             return profile_model(
-                self.model, self.blocks, batch, self.loss_fn, device=self.device, selective=with_options
+                self.model,
+                self.blocks,
+                batch,
+                self.loss_fn,
+                device=self.device,
+                selective=with_options,
+                offload=has_host_apart(self.device) and self.planner in PLANNERS_WITH_OPTIONS and self.cost == "time",
             )
 
         return measured_or_refused(measure, f"a batch of {size}", is_own=size == self.count)

@@ -85,7 +85,10 @@ def _with_common_choices(low: BlockProfile, high: BlockProfile) -> tuple[BlockPr
     of_low = {option.saved_ops: option for option in low.selective}
     common = [option for option in high.selective if option.saved_ops in of_low]
     matched = tuple(of_low[option.saved_ops] for option in common)
-    return replace(low, selective=matched), replace(high, selective=tuple(common))
+    low, high = replace(low, selective=matched), replace(high, selective=tuple(common))
+    if bool(low.offload) != bool(high.offload):  # at the smaller size nothing was worth moving
+        low, high = replace(low, offload=()), replace(high, offload=())
+    return low, high
 
 
 def _between(low: Any, high: Any, line: _Line, where: str) -> Any:

@@ -228,6 +228,21 @@ def test_a_profile_with_it_comes_back_from_json() -> None:
     assert [decision.executor for decision in plan.decisions] == ["offload", "checkpoint", "checkpoint", "offload"]
 
 
+def test_where_a_device_has_memory_of_its_own_fit_and_maximize_measure_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("ckptplan.autofit", "ckptplan.batch_size"):
+        monkeypatch.setattr(f"{module}.has_host_apart", lambda device: True)
+    monkeypatch.setattr("ckptplan.offload.LEAST_BYTES", 1)  # or what is too small at one size is moved at another
+    model, batch = gpt()
+    fitted = ckptplan.fit(model, batch, loss_of, budget=0.6, planner="optimal", say=None)
+    assert all(block.offload for block in fitted.profile)
+    fitted.remove()
+    assert not any(block.offload for block in ckptplan.fit(model, batch, loss_of, budget=0.6, say=None).profile)
+    found = ckptplan.maximize(gpt()[0], batch, loss_of, 0.6, most=8, say=None)
+    at_6 = found.profile_at(6)
+    assert at_6[1].offload[0].host_bytes == 6 * found.profile_at(1)[1].offload[0].host_bytes
+    assert found.measured_peak_bytes == found.chosen.predicted_peak_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", [*ENTRIES, *TRANSFORMERS], ids=lambda entry: entry.name)
 def test_every_model_of_the_zoo_trains_the_same_with_all_it_can_on_the_host(entry: Entry) -> None:

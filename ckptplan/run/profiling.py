@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ckptplan.autofit import has_host_apart
 from ckptplan.blocks import BlockSelection, model_fingerprint
 from ckptplan.budget import PlannedRun
 from ckptplan.check import check_plan
@@ -218,7 +219,7 @@ def _measures_offload(config: RunConfig, runtime: Runtime) -> bool:
     if is_given or wanted == "always":
         return True
     chooses = planner.name in PLANNERS_WITH_OPTIONS and config.cost == "time"
-    return chooses and wanted == "auto" and runtime.device.type == "cuda"
+    return chooses and wanted == "auto" and has_host_apart(runtime.device)
 
 
 def _wants_options(planner: PlannerConfig) -> bool:
