@@ -192,7 +192,8 @@ def clipping(ranks: Ranks) -> dict[str, Any]:
     """Norms and weights of two clipped steps of a cut model, and those of one process on the whole batch."""
     subject, alone = model(), model()
     cut_model(subject, None, ranks, share_of(whole_batch(), ranks), loss_of)
-    parallel = make_parallel("fsdp2", subject, CheckpointPlan.from_text("K0 R(1) K2 K3"), ranks, ())
+    plan = CheckpointPlan.from_text("K0 R(1) K2 K3", [f"layers.{order}" for order in range(NUM_BLOCKS)])
+    parallel = make_parallel("fsdp2", subject, plan, ranks, ())
     norms: dict[str, list[float]] = {"cut": [], "alone": []}
     for name, trained, batch in (
         ("cut", parallel, share_of(whole_batch(), ranks)),
