@@ -116,7 +116,8 @@ def note_peak(run: RunInProgress, watch: PeakWatch) -> None:
     memory, worst = run.result.memory, watch.worst
     memory.training_peak_bytes, memory.training_drift = worst.measured_bytes, worst.drift
     memory.training_expected_bytes = [worst.low_bytes, worst.high_bytes]
-    log.info("%d steps of training measured; furthest from the plan: %s", watch.num_measured, worst.text)
+    steps = "1 step" if watch.num_measured == 1 else f"{watch.num_measured} steps"
+    log.info("%s of training measured; furthest from the plan: %s", steps, worst.text)
     if worst.drift > TOLD_FROM:
         run.result.notes.append(worst.text)
 
