@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from ckptplan.config import RuntimeConfig
+from ckptplan.config import FREE, RuntimeConfig
 from ckptplan.config.wording import config_error
 from ckptplan.devices import DEVICES, Device
 from ckptplan.randomness import seed_everything
@@ -76,6 +78,8 @@ def _device(wanted: str) -> tuple[torch.device, str]:
         if torch.cuda.is_available():
             return torch.device("cuda", 0), "the first CUDA device"
         return torch.device("cpu"), "no CUDA device here"
+    if wanted == FREE:
+        return torch.device("cuda", free_cuda_device()), "one that no other run has taken"
     device = torch.device(wanted)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -85,6 +89,35 @@ def _device(wanted: str) -> tuple[torch.device, str]:
             raise config_error("runtime.device", wanted, problem, remedy="runtime.device=cpu, or runtime=auto")
         device = torch.device("cuda", index)
     return device, "as asked for"
+
+
+_taken: dict[int, int] = {}  # by number, the open lock of a device that this process has taken
+
+
+def free_cuda_device() -> int:
+    """The first CUDA device that no other process has taken by this function; it stays this one's until that ends.
+
+    A device is taken by a lock on a file of its own in the folder for temporary files. Raises ``ConfigError``.
+    """
+    import fcntl  # not on Windows
+
+    if _taken:  # of an earlier run in this process, as a pool of workers has them
+        return next(iter(_taken))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    folder = Path(tempfile.gettempdir()) / f"ckptplan-devices-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    for number in range(count):
+        name = getattr(torch.cuda.get_device_properties(number), "uuid", number)  # also where only some are visible
+        descriptor = os.open(folder / f"{name}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            continue
+        _taken[number] = descriptor
+        return number
+    problem = f"other runs have taken all {count} CUDA devices" if count else "this PyTorch sees no CUDA device"
+    raise config_error("runtime.device", FREE, problem, remedy="runtime=auto, or fewer jobs at once")
 
 
 def _set_determinism(deterministic: bool, device: torch.device) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +23,51 @@ def _settings_put_back():
     yield
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+def other_process_takes_a_device(folder: str) -> subprocess.Popen[str]:
+    """Prints the number that it got, and keeps it until its input ends."""
+    program = (
+        "import sys, tempfile, torch; tempfile.tempdir = sys.argv[1]\n"
+        "torch.cuda.is_available = lambda: True; torch.cuda.device_count = lambda: 2\n"
+        "torch.cuda.get_device_properties = lambda number: number\n"
+        "from ckptplan.runtime import free_cuda_device\n"
+        "print(free_cuda_device(), free_cuda_device(), flush=True); sys.stdin.read()"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", program, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda number: number)
+    monkeypatch.setattr("ckptplan.runtime._taken", {})
+    return tmp_path
+
+
+def test_each_process_takes_a_device_of_its_own_and_gives_it_back_when_it_ends(two_devices: Path) -> None:
+    from ckptplan.runtime import free_cuda_device
+
+    with (
+        other_process_takes_a_device(str(two_devices)) as first,
+        other_process_takes_a_device(str(two_devices)) as other,
+    ):
+        numbers = {process.stdout.readline().strip() for process in (first, other)}  # type: ignore[union-attr]
+        assert numbers == {"0 0", "1 1"}, "and the same one when it asks again"
+        with pytest.raises(ConfigError, match="other runs have taken all 2 CUDA devices"):
+            free_cuda_device()
+        for process in (first, other):
+            process.communicate("")
+    assert free_cuda_device() == 0
+
+
+def test_without_a_cuda_device_there_is_no_free_one() -> None:
+    with pytest.raises(ConfigError, match=r"runtime\.device=cuda:free: this PyTorch sees no CUDA device"):
+        choose_runtime(RuntimeConfig(device="cuda:free"), 0)
 
 
 @pytest.mark.parametrize(

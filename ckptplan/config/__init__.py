@@ -47,6 +47,8 @@ UNHASHED_KEYS = tuple(
 )
 UNHASHED_PROFILE_KEYS = ("cache", "options")
 
+FREE = "cuda:free"  # of runtime.device: one that no other run has taken
+
 ENGINES = ("single", "ddp", "fsdp2")
 
 # Groups that leave no key of their own in the composed config.
@@ -77,7 +79,8 @@ class BlocksConfig:
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """``device``: auto, cpu, cuda, cuda:N, or one of the table of devices, which is planned for without being there.
+    """``device``: auto, cpu, cuda, cuda:N, cuda:free (one that no other run has taken), or one of the
+    table of devices, which is planned for without being there.
 
     ``threads``: CPU threads, None leaves torch's own choice. For a device that is not there: ``calibration``, a file of
     ``python -m ckptplan.calibrate`` that replaces the data sheet, and ``shards``, processes over which FSDP shards.

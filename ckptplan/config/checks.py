@@ -12,6 +12,7 @@ from typing import Any
 from ckptplan.config import (
     BUDGET_KEYS,
     ENGINES,
+    FREE,
     PLAN_SOURCES,
     PLANNER_NAMES,
     PLANNERS_FOR_ANY_SIZE,
@@ -246,8 +247,8 @@ def _check_device(config: RunConfig) -> None:
             problem = "what a compiled block takes is only known by compiling it on the device"
             raise config_error("planner", "compile", problem, remedy="planner=optimal")
         return
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", runtime.device):
-        check_choice("runtime.device", runtime.device, ("auto", "cpu", "cuda", *DEVICES))
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+|:free)?", runtime.device):
+        check_choice("runtime.device", runtime.device, ("auto", "cpu", "cuda", FREE, *DEVICES))
     for key, given in (("calibration", runtime.calibration), ("shards", runtime.shards > 1)):
         if given:
             problem = f"only for a device that is not there ({', '.join(DEVICES)}); here the blocks are measured"
