@@ -39,7 +39,7 @@ def require_submitit(cluster: str) -> None:
     """Raises ``ConfigError`` where the package is missing."""
     if importlib.util.find_spec("submitit") is None:
         problem = "it needs the package submitit, which is not installed"
-        raise config_error("hydra/launcher", f"submitit_{cluster}", problem, remedy="pip install 'ckptplan[slurm]'")
+        raise config_error("hydra/launcher", f"submitit_{cluster}", problem, remedy="pip install -e '.[slurm]'")
 
 
 class SubmittedJob:

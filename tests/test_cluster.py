@@ -231,7 +231,7 @@ def test_a_missing_package_is_named_with_what_to_type(
     assert cli.main(["-m", f"hydra/launcher=submitit_{cluster}", "seed=1,2"]) == 2
     error = capsys.readouterr().err
     assert f"hydra/launcher=submitit_{cluster}: it needs the package submitit" in error
-    assert "pip install 'ckptplan[slurm]'" in error
+    assert "pip install -e '.[slurm]'" in error
 
 
 @pytest.mark.parametrize(

@@ -620,6 +620,18 @@ def test_code_that_raises_at_import_fails_its_job_and_a_typo_stops_the_sweep(
 
 
 @pytest.mark.slow
+def test_joblibs_workers_run_jobs_as_they_are(tmp_path: Path) -> None:
+    """Hydra's plugin, beside our own launcher; devices are tested in test_runtime.py."""
+    arguments = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=1,2", "debug=fast", "steps=3"]
+    command = [sys.executable, str(REPOSITORY / "train.py"), *arguments, "logger=none"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [sweep] = (tmp_path / "outputs" / "multirun").glob("*/*")
+    found = [load_result(folder) for folder in sorted(sweep.glob("0*"))]
+    assert [(result["seed"], result["status"]) for result in found] == [(1, "ok"), (2, "ok")]
+
+
+@pytest.mark.slow
 def test_three_seeds_on_the_command_line_are_three_runs(tmp_path: Path) -> None:
     """Case C19, for real: a folder, a W&B run and a config for each job; equal seeds with equal losses."""
     arguments = ["-m", "seed=1,1,2", "debug=fast", "logger.kind=wandb", "steps=5", "model.layers=2", "model.width=32"]

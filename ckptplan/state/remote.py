@@ -150,7 +150,7 @@ def _open_file_system(location: str, protocol: str, options: dict[str, Any]) -> 
         return files, str(root)
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
-        remedy = f"pip install 'ckptplan[{extra}]'" if extra else str(error)
+        remedy = f"pip install -e '.[{extra}]'" if extra else str(error)
         raise ImportError(f"{location}: the package for {protocol}:// is not installed: {remedy}") from error
     except ValueError as error:
         raise ValueError(f"{location}: {error}; expected a folder, or a URL such as s3://bucket/run") from error

@@ -188,7 +188,7 @@ def test_a_url_whose_package_is_missing_is_told(
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)  # loaded before
     assert run("ls", "s3://bucket/run") == 2
-    assert "pip install 'ckptplan[s3]'" in capsys.readouterr().err
+    assert "pip install -e '.[s3]'" in capsys.readouterr().err
 
 
 def test_a_reader_that_has_enough_is_no_error(location: Path) -> None:
