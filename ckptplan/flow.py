@@ -35,7 +35,7 @@ from ckptplan.memory import MemoryMeter, make_meter
 from ckptplan.offload_choices import measure_offloads, time_offloads, with_offload
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile
 from ckptplan.skeleton import Anatomy, Arrival, Holding, Skeleton, find_anatomy
-from ckptplan.stages import GradientLayout, Letting, count_flops, inputs_let_go
+from ckptplan.stages import HEAD, GradientLayout, Letting, count_flops, inputs_let_go
 from ckptplan.subject import Subject, Trials
 from ckptplan.tied import SharedWeights, require_copies_of_their_own, used_by_block
 from ckptplan.trace import BlockCall, trace_subject
@@ -289,6 +289,14 @@ class Accounts:
             inputs_let_go=inputs_let_go(self.meter, self._gone_in(region, inputs), end, base, peak),
         )
 
+    def head_peak(self, region: int) -> int | None:
+        """Of what runs after the last call: the backward peak behind the loss's own."""
+        start, end = self._backward_of_region(region)
+        if region < self.num_calls or HEAD not in self.meter.marks(start, end):
+            return None
+        peak = self.region_cost(region).backward_peak_bytes
+        return max(0, peak + self.meter.peak(HEAD, end) - self.meter.peak(start, end))
+
     def _forward_peak(self, region: int, forward: tuple[str, str], inputs: Sequence[Holding]) -> int:
         """As if what the model's variables drop in the midst of it stayed: a block may hold that in the real step."""
         marks = self.meter.marks(*forward)
@@ -450,6 +458,7 @@ class _RegionWatch:
             backward_time_ms=self._p50_ms(*backward),
             forward_flops=self.flops[forward[1]] - self.flops[forward[0]],
             backward_flops=self.flops[backward[1]] - self.flops[backward[0]],
+            head_backward_peak_bytes=accounts.head_peak(region),
         )
 
     def _p50_ms(self, start: str, end: str) -> float:

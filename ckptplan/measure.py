@@ -60,7 +60,14 @@ from ckptplan.offload_choices import measure_offloads, time_offloads, with_offlo
 from ckptplan.profiles import BlockProfile, ChainProfile, RegionProfile, modules_of
 from ckptplan.randomness import random_state_restored
 from ckptplan.regions import loss_bytes, post_forward, pre_forward
-from ckptplan.stages import GradientLayout, StageForward, gradients_handed_back, stage_flops, weight_copies
+from ckptplan.stages import (
+    GradientLayout,
+    StageForward,
+    gradients_handed_back,
+    head_backward_peak,
+    stage_flops,
+    weight_copies,
+)
 from ckptplan.subject import LossFn, PlainChain, Subject, Trials, default_device, require_placement
 from ckptplan.tied import SharedWeights, require_copies_of_their_own
 from ckptplan.trace import ChainTrace, trace_subject
@@ -366,7 +373,9 @@ def _measure(
     return ChainProfile(
         blocks=tuple(blocks),
         pre=_region_profile("before the blocks", "pre", regions, costs, clocks, first.boundary),
-        post=_region_profile("head and loss", "post", regions, costs, clocks, ()),
+        post=_with_head_peak(
+            _region_profile("head and loss", "post", regions, costs, clocks, ()), regions, subject, memory
+        ),
         input_bytes=() if trace.has_pre else (0,) * len(first.boundary),
         loss_region="measured" if subject.has_loss else "assumed",
         loss_bytes=held_bytes,
@@ -441,6 +450,15 @@ def _nothing_between(earlier: BlockProfile, later: BlockProfile) -> RegionProfil
         forward_flops=0,
         backward_flops=0,
     )
+
+
+def _with_head_peak(
+    post: RegionProfile | None, regions: dict[str, StageForward], subject: Subject, memory: str
+) -> RegionProfile | None:
+    if post is None:
+        return None
+    peak = head_backward_peak(regions["post"], make_meter(subject.device, memory), post.cost)
+    return replace(post, head_backward_peak_bytes=peak)
 
 
 def _region_profile(

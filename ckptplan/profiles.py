@@ -130,6 +130,10 @@ class RegionProfile:
     """What the model itself runs: before the first block (``pre``), between two blocks, after the last one (``post``).
 
     ``post`` has the loss in it.
+
+    Attributes:
+        head_backward_peak_bytes: of ``post``, the backward peak from when the gradient of what the model returns is
+            there, behind the loss's own backward; None: not measured, or no output of the model was seen.
     """
 
     name: str
@@ -140,6 +144,7 @@ class RegionProfile:
     backward_time_ms: float | None = None
     forward_flops: int | None = None
     backward_flops: int | None = None
+    head_backward_peak_bytes: int | None = None
 
     def __post_init__(self) -> None:
         normalise_numbers(self, f"region {self.name!r}")

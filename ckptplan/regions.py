@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ckptplan.stages import GradientLayout, Mark, StageForward, StageRun, own_copies
+from ckptplan.stages import GradientLayout, Mark, StageForward, StageRun, output_gradient_marked, own_copies
 from ckptplan.subject import Subject
 from ckptplan.trace import BlockCall, ChainTrace, StopAtFirstBlock, boundary_of, exchanged_forwards, forget_graphs
 from ckptplan.trees import map_tensors, storage_key, tensors_in
@@ -54,7 +54,7 @@ def post_forward(subject: Subject, trace: ChainTrace) -> StageForward:
             return map_tensors(output, lambda t: by_id[id(t)])
 
         stands: list[Callable[..., Any]] = [_answer(call, beside) for call in trace.calls[:-1]]
-        with exchanged_forwards(subject.modules, [*stands, last]):
+        with output_gradient_marked(subject.twin, mark), exchanged_forwards(subject.modules, [*stands, last]):
             loss = subject.run_step()
         _require_scalar(loss)
         return StageRun(made, loss, is_loss=True, handed_back=handed_back, beside=beside)

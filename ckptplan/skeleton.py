@@ -27,6 +27,7 @@ from ckptplan.stages import (
     copy_of,
     is_weight_copy,
     layout_of,
+    output_gradient_marked,
 )
 from ckptplan.subject import Subject
 from ckptplan.trace import BlockCall, boundary_of, exchanged_forwards, forget_graphs
@@ -82,7 +83,8 @@ class Skeleton:
         stands = [step.stand_for(module) for module in distinct.values()]
         mark("start")
         try:
-            with exchanged_forwards(list(distinct.values()), stands):
+            marked = output_gradient_marked(self.subject.twin, mark)
+            with marked, exchanged_forwards(list(distinct.values()), stands):
                 step.loss = self.subject.run_step()
         except (CkptplanError, torch.cuda.OutOfMemoryError, MemoryError):
             raise

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,6 +204,44 @@ def own_copies(
         noted = {} if handed_back is None else handed_back
         made = OwnedCopies.apply(anchor, bases, noted, *(t.detach() if t.requires_grad else None for t in tensors))
     return [copy_of(t, bases) if own is None else own for t, own in zip(tensors, made, strict=True)]
+
+
+HEAD = "gradient of the output"
+
+
+@contextmanager
+def output_gradient_marked(model: nn.Module, mark: Mark) -> Iterator[None]:
+    """Marks ``HEAD`` when the backward of a forward inside comes to what ``model`` returned."""
+
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        seen: list[bool] = []
+
+        def arrived(gradient: torch.Tensor) -> None:
+            if not seen:
+                seen.append(True)
+                mark(HEAD)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(arrived)
+
+    handle = model.register_forward_hook(watch)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def head_backward_peak(forward: StageForward, meter: MemoryMeter, cost: StageCost) -> int | None:
+    """Of head and loss, measured as ``cost`` is: the backward peak behind ``HEAD``; None: it was not seen.
+
+    What stands beside the stage in ``cost``, and not in this measurement, is taken to stand there throughout.
+    """
+    plain = stage_bytes(forward, meter)
+    if HEAD not in meter.marks("saved", "done"):
+        return None
+    behind = meter.peak(HEAD, "done") - meter.peak("saved", "done")
+    return max(0, plain.backward_peak_bytes + behind + cost.backward_peak_bytes - plain.backward_peak_bytes)
 
 
 def stage_bytes(forward: StageForward, meter: MemoryMeter) -> StageCost:

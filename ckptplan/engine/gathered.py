@@ -197,8 +197,14 @@ def _pre(region: RegionProfile | None, sharding: Sharding, units: Sequence[UnitB
 
 
 def _post(region: RegionProfile | None, sharding: Sharding, units: Sequence[UnitBytes]) -> RegionProfile | None:
-    """Head and loss: the weights of the last unit are gathered ahead of its backward."""
+    """Head and loss: behind the loss's own backward the weights of the last unit are gathered ahead of its."""
     if region is None:
         return None
+    root = sharding.root.weights_bytes
     last = units[-1].weights_bytes if units and sharding.communicates else 0
-    return _beside(region, sharding.root.weights_bytes, sharding.root.weights_bytes + last)
+    found = _beside(region, root, root + last)
+    if region.head_backward_peak_bytes is None:
+        return found
+    head = region.head_backward_peak_bytes + root + last
+    peak = max(region.cost.backward_peak_bytes + root, head)
+    return replace(found, cost=replace(found.cost, backward_peak_bytes=peak), head_backward_peak_bytes=head)

@@ -140,7 +140,6 @@ def under(engine: str, wanted: tuple[str, float] | str, ranks: Ranks) -> dict[st
         "budget_bytes": None if isinstance(wanted, str) else plan.budget_bytes,
         "predicted_bytes": plan.predicted_peak_bytes,
         "predicted_at": plan.predicted_peak_at,
-        "gathered_ahead_bytes": sharding.of_unit(sharding_units(plan)[-1]).weights_bytes if is_sharded else 0,
         "measured_bytes": ranks.gather(proof.peak_bytes),
         "bitwise_equal": ranks.gather(proof.gradients.bitwise_equal),
         "from_plain": ranks.gather(proof.gradients.max_rel_diff),

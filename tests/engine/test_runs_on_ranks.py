@@ -94,6 +94,17 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on_as_one_process_would(tmp_pat
 
 
 @pytest.mark.slow
+def test_a_peak_of_head_and_loss_over_shards_is_as_predicted(tmp_path: Path) -> None:
+    """The loss's own backward is over before the last block's weights are gathered."""
+    settings = ("data.vocab_size=4000", "model.layers=4", "model.width=64", "model.heads=4", "planner=none", "steps=1")
+    code, told = run(tmp_path / "run", "engine=fsdp2", "engine.nproc=2", *settings)
+    assert code == 0, told
+    result = load_result(tmp_path / "run")
+    assert result["memory"]["peak_at"] == "head and loss backward"
+    assert [rank["prediction_error"] for rank in result["engine"]["per_rank"]] == [0, 0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_saved_on_four_ranks_it_goes_on_on_two(tmp_path: Path, engine: str) -> None:
     folder = tmp_path / "run"
