@@ -341,7 +341,7 @@ def test_a_wrong_endpoint_is_given_up_soon(bucket: Bucket, monkeypatch: pytest.M
 def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
-    with pytest.raises(ImportError, match=r"s3://bucket/run: .*pip install 'ckptplan\[s3\]'"):
+    with pytest.raises(ImportError, match=r"s3://bucket/run: .*pip install -e '\.\[s3\]'"):
         CheckpointManager("s3://bucket/run")
 
 
