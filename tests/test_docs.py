@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import re
 import shlex
 import sys
@@ -82,15 +83,20 @@ def all_commands() -> list[Command]:
 COMMANDS = all_commands()
 
 
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a reader starts: the files that the pages tell them to make lie there and can be imported."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    for block in BLOCKS:
+        if block.file:
+            (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / block.file).write_text(block.text, encoding="utf-8")
+
+
 @pytest.fixture
 def start_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_logging: None) -> Path:
     """The folder a reader stands in: with the files that the pages tell them to make, runs and jobs replaced."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    for block in BLOCKS:
-        if block.file:
-            (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / block.file).write_text(block.text, encoding="utf-8")
+    stand_in(tmp_path, monkeypatch)
     stub = types.ModuleType("ckptplan.run")
     stub.run_job = lambda *_, **__: 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ckptplan.run", stub)
@@ -128,7 +134,10 @@ def test_there_are_commands_and_some_of_them_are_wrong_on_purpose() -> None:
 def test_every_piece_of_python_in_the_guides_runs(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    stand_in(tmp_path, monkeypatch)
+    sweep = tmp_path / "outputs" / "multirun" / "2026-12-01" / "16-18-03"  # an earlier one of the reader's
+    sweep.mkdir(parents=True)
+    (sweep / "results.jsonl").write_text(json.dumps({"job": "000_dp", **RunResult().to_dict()}), encoding="utf-8")
     exec(compile(block.text, f"{block.page}, block {block.number}", "exec"), {"__name__": "__main__"})
 
 
