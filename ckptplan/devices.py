@@ -48,6 +48,8 @@ class Device:
         flops_per_s: of dense matrix products by dtype, without sparsity; float32 is without TF32, PyTorch's default.
         bandwidth_bytes_per_s: of its memory.
         matrix, attention, bandwidth: how much of these rates kernels reach.
+        host_link_bytes_per_s: to or from the host's memory, each way: 16 lanes of PCIe 4.0 (16 GT/s, 128b/130b) or 5.0.
+        host_link: how much of that copies from pinned memory reach.
         launch_s: host time of one operator of eager PyTorch, at least, likely, at most.
         source: of the figures.
     """
@@ -64,9 +66,16 @@ class Device:
     bandwidth: Share = Share(0.70, 0.80, 0.92)
     launch_s: Share = Share(3e-6, 5e-6, 10e-6)
     context_bytes: int = 600 * MIB
+    host_link_bytes_per_s: float = 31.5e9
+    host_link: Share = Share(0.70, 0.80, 0.90)
+
+    def transfer_s(self, size_bytes: int) -> float:
+        """Seconds that a copy to or from pinned memory of the host likely takes."""
+        return size_bytes / (self.host_link_bytes_per_s * self.host_link.mid)
 
 
 _HOPPER: dict[str, Any] = {
+    "host_link_bytes_per_s": 63.0e9,  # the data sheets give PCIe Gen5, 128 GB/s both ways together
     # cuBLAS recommends 32 MiB on Hopper; PyTorch holds one such workspace for cuBLAS and one for cuBLASLt.
     "workspace_bytes": 64 * MIB,
     # MAMF, the most that a search over shapes found (Bekman, Machine Learning Engineering): 0.80 of 989.

@@ -18,6 +18,7 @@ from torch import nn
 
 from ckptplan import clock
 from ckptplan.blocks import CheckpointableBlock, model_fingerprint
+from ckptplan.costs import OffloadOption
 from ckptplan.devices import DEVICES, Calibration, Device, Rates, device_named
 from ckptplan.errors import CkptplanError, DryRunError
 from ckptplan.fakes import UNFIT, KnownValues, quiet_fake_kernels, why_unfit, with_fakes
@@ -46,12 +47,14 @@ class Estimating:
 
     Attributes:
         ranged: also the fastest and the slowest case; needed by ``estimated_range``.
+        offload: also what blocks cost with their activations on the host, by the rate of the link to it.
     """
 
     device: Device | None
     calibration: Calibration | None = None
     check_stop: Callable[[], None] = lambda: None
     ranged: bool = True
+    offload: bool = False
 
     def profile(
         self,
@@ -63,9 +66,13 @@ class Estimating:
         """As ``estimate_profile``."""
         with _on_shapes(Rates(self.device, self.calibration)) as subject_of:
             subject = subject_of(model, blocks, batch, loss_fn, self.check_stop)
+            subject.offload = self.offload and self.device is not None
             likely = subject.profile("mid")
+            subject.offload = False  # the cases are of what all plans do
             cases = _CASES if self.ranged else {}
             times = {name: _times_of(subject.profile(share)) for name, share in cases.items()}
+        if self.device is not None:
+            likely = _with_transfers(likely, self.device)
         return _as_estimate(likely, times, self.device, self.calibration)
 
 
@@ -87,6 +94,7 @@ def estimate_profile(
     device: str | Device,
     calibration: Calibration | None = None,
     check_stop: Callable[[], None] = lambda: None,
+    offload: bool = False,
 ) -> ChainProfile:
     """What each block of ``model`` would cost on ``device``, which need not be there.
 
@@ -98,6 +106,7 @@ def estimate_profile(
         blocks, batch, loss_fn: as in ``profile_model``. Autocast, if any, is entered for "cpu" in ``loss_fn``.
         device: a name in ``devices.DEVICES`` such as "h100", or "cpu" (tensors as they are, times of ``calibration``).
         calibration: measured on the device; replaces the data sheet's rates.
+        offload: also what each block costs with its activations on the host, by the data sheet's link to it.
 
     Raises:
         DryRunError: the model decides by values, which fake tensors do not have, or runs an operator whose bytes only
@@ -110,7 +119,7 @@ def estimate_profile(
         raise ValueError('device="cpu" has no data sheet; give calibration=Calibration.load(FILE)')
     sheet = where if isinstance(where, Device) else None
 
-    return Estimating(sheet, calibration, check_stop).profile(model, blocks, batch, loss_fn)
+    return Estimating(sheet, calibration, check_stop, offload=offload).profile(model, blocks, batch, loss_fn)
 
 
 @contextmanager
@@ -153,7 +162,7 @@ class _Subject:
         loss_fn: LossFn,
         check_stop: Callable[[], None],
     ) -> None:
-        self.computed, self.loss_fn, self.check_stop = computed, loss_fn, check_stop
+        self.computed, self.loss_fn, self.check_stop, self.offload = computed, loss_fn, check_stop, False
         given = [] if blocks is None or isinstance(blocks, str) else list(blocks)
         declared = [block for block in given if isinstance(block, CheckpointableBlock)]
         self.model, *modules = make_twin([model, *(block.module for block in declared)])
@@ -193,6 +202,7 @@ class _Subject:
             num_trials=1,
             memory="live" if self.computed.rates.device is None else AS_ON_CUDA,
             check_stop=self.check_stop,
+            offload=self.offload,
         )
 
 
@@ -220,6 +230,20 @@ def _with_times(profile: ChainProfile, times: Sequence[Sequence[float | None]]) 
         for block, (f, b, r) in zip(profile, times, strict=False)
     ]
     return replace(profile, pre=pre, blocks=tuple(blocks), post=region(profile.post))
+
+
+def _with_transfers(profile: ChainProfile, device: Device) -> ChainProfile:
+    """Of each block on the host: the part of both transfers that its own forward and backward do not hide."""
+
+    def added_ms(option: OffloadOption, block: BlockProfile) -> float:
+        transfer_ms = device.transfer_s(option.host_bytes) * 1e3
+        return sum(max(0.0, transfer_ms - (ms or 0.0)) for ms in (block.forward_time_ms, block.backward_time_ms))
+
+    blocks = (
+        replace(block, offload=tuple(replace(o, time_ms=added_ms(o, block)) for o in block.offload))
+        for block in profile
+    )
+    return replace(profile, blocks=tuple(blocks))
 
 
 def _as_estimate(

@@ -256,12 +256,16 @@ def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> t
         target.copy_(source)
         return None
     main = torch.cuda.current_stream(device)
-    beside = _streams.setdefault(device, torch.cuda.Stream(device))
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    beside = _streams[device]
     beside.wait_stream(main)
     with torch.cuda.stream(beside):
         target.copy_(source, non_blocking=True)
         done = torch.cuda.Event()
         done.record(beside)
+    if target.is_cuda:  # a backward that ends early lets go of it while the copy is still under way
+        target.record_stream(beside)
     return done
 
 

@@ -89,10 +89,6 @@ TYPOS: list[tuple[list[str], list[str]]] = [
     (["+experiment=readme"], ["has a value already", "type: experiment=readme"]),
     (["planner=text", "planner.text='K0 X1'"], ["planner.text=K0 X1", "found 'X1'", "expected K<block>"]),
     (["profile.offload=yes"], ["profile.offload=yes", "auto, always, never"]),
-    (
-        ["profile.offload=always", "runtime=h200", "plan_only=true"],
-        ["profile.offload=always", "not there", "profile.offload=auto"],
-    ),
     (["planner=text", "planner.text='C0[0.5] K1'", "cost=flops"], ["cost=flops", "compiles (C0[0.5])", "cost=time"]),
     (["planner=text", "planner.text='C0-3[1]'", "cost=flops"], ["cost=flops", "compiles (C0-3[1.0])", "cost=time"]),
     (["planner=file", "planner.path=nowhere.json"], ["planner.path=nowhere.json", "no such file"]),

@@ -316,3 +316,34 @@ def test_a_model_that_decides_by_values_is_refused_with_a_remedy() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Decides())
     with pytest.raises(DryRunError, match="Profile it where it runs"):
         estimate_profile(model, ["0", "1"], torch.randn(2, 4), mean_square, device="h100")
+
+
+def test_on_the_host_of_a_device_that_is_not_there_bytes_are_those_of_a_run_and_time_is_what_nothing_hides() -> None:
+    model = GPT(layers=3, width=64, heads=4, sequence_length=64, vocab_size=50)
+    tokens = torch.randint(50, (8, 64))
+    batch = Batch(tokens, tokens)
+    device = DEVICES["h100"]
+    profile = estimate_profile(model, ["layers.*"], batch, loss_of, device="h100", offload=True)
+    measured = profile_model(model, ["layers.*"], batch, loss_of, num_warmup=0, num_trials=1, offload=True)
+    (option,), (real,) = profile[1].offload, measured[1].offload
+    assert 0.9 < option.host_bytes / real.host_bytes < 1.1, "attention's kernel keeps other things there"
+    assert option.cost.saved_bytes < 0.1 * profile[1].keep.saved_bytes  # type: ignore[union-attr]
+    transfer_ms = option.host_bytes / (63.0e9 * 0.8) * 1e3
+    times = (profile[1].forward_time_ms, profile[1].backward_time_ms)
+    assert option.time_ms == pytest.approx(sum(max(0.0, transfer_ms - (ms or 0)) for ms in times))
+    assert device.transfer_s(63_000_000_000) == pytest.approx(1 / 0.8)
+    without = estimate_profile(model, ["layers.*"], batch, loss_of, device="h100")
+    assert not any(block.offload for block in without)
+
+
+def test_a_slow_link_is_worth_it_only_where_recomputing_takes_longer() -> None:
+    model = GPT(layers=4, width=64, heads=4, sequence_length=64, vocab_size=50)
+    tokens = torch.randint(50, (8, 64))
+    chosen = {}
+    for name, rate in (("fast", 1e18), ("slow", 1e3)):
+        device = replace(DEVICES["h100"], host_link_bytes_per_s=rate)
+        profile = estimate_profile(model, ["layers.*"], Batch(tokens, tokens), loss_of, device=device, offload=True)
+        plan = plan_checkpoints(profile, target_kind="activation_budget_fraction", target_value=0.6, planner="optimal")
+        chosen[name] = plan.offloaded, plan.recomputed
+    assert chosen["fast"][0] > 0
+    assert chosen["slow"][0] == 0 < chosen["slow"][1]

@@ -43,7 +43,7 @@ dashboards sweeps cluster
 report report.tables report.records report.steps report.figures report.vega report.tradeoff report.charts
 report.page report.export report.text report.__main__
 larger_batches calibrate
-run.estimate run.records run.profiling run.batch run.progress run.preparing run.planning run.ending
+run.records run.profiling run.estimate run.batch run.progress run.preparing run.planning run.ending
 run.proving run.trained run
 telling hydra_folders command_line engine.launch cli engine.worker __main__
 """.split()

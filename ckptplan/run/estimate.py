@@ -37,6 +37,7 @@ from ckptplan.plan import CheckpointPlan
 from ckptplan.profiles import ChainProfile
 from ckptplan.record import ProfileRecord, RunResult
 from ckptplan.report.tables import footprint_table
+from ckptplan.run.profiling import measures_offload
 from ckptplan.runtime import Runtime
 from ckptplan.sequence_length import with_length
 from ckptplan.simulate import simulate_plan
@@ -74,7 +75,8 @@ class AbsentDevice:
         assert runtime.planned_for is not None
         paths = None if config.blocks.paths == "auto" else list(config.blocks.paths)
         start_s = time.perf_counter()
-        estimating = Estimating(runtime.planned_for, calibration_of(config), check_stop)
+        offload = measures_offload(config, is_apart=True)
+        estimating = Estimating(runtime.planned_for, calibration_of(config), check_stop, offload=offload)
         try:
             blocks = estimated_blocks(model, paths, batch, loss_fn)
             profile = estimating.profile(model, blocks, batch, loss_fn)

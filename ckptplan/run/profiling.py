@@ -55,7 +55,7 @@ def profile_blocks_of_run(
     start_s = time.perf_counter()
     with_options, given = _measures_options(config, result), given_parts(config.planner)
     budgets, model_budgets = compiled_budgets(config.planner)
-    offload = _measures_offload(config, runtime)
+    offload = measures_offload(config, is_apart=has_host_apart(runtime.device))
     if model_budgets and config.engine.kind != "single":
         if config.planner.name not in PLANNERS_THAT_COMPILE:
             raise ConfigError(
@@ -205,21 +205,24 @@ def _measures_options(config: RunConfig, result: RunResult) -> bool:
     return True
 
 
-def _measures_offload(config: RunConfig, runtime: Runtime) -> bool:
-    """Whether blocks are also measured with their activations on the host: where a planner or plan may use that."""
+def measures_offload(config: RunConfig, *, is_apart: bool) -> bool:
+    """Whether blocks are also measured with their activations on the host: where a planner or plan may use that.
+
+    ``is_apart``: the device has memory of its own.
+    """
     planner, wanted = config.planner, config.profile.offload
     is_given = any(isinstance(node, Offload) for node in _given_nodes(planner))
-    if config.engine.kind != "single":
+    if config.engine.kind != "single" or config.runtime.shards > 1:
         if is_given or wanted == "always":
+            where = "engine=fsdp2" if config.engine.kind == "single" else f"engine={config.engine.kind}"
             raise ConfigError(
-                f"engine={config.engine.kind}: activations go to the host under engine=single alone\n"
+                f"{where}: activations go to the host under engine=single alone\n"
                 "  type: profile.offload=never, and a plan without O nodes"
             )
         return False
     if is_given or wanted == "always":
         return True
-    chooses = planner.name in PLANNERS_WITH_OPTIONS and config.cost == "time"
-    return chooses and wanted == "auto" and has_host_apart(runtime.device)
+    return wanted == "auto" and is_apart and planner.name in PLANNERS_WITH_OPTIONS and config.cost == "time"
 
 
 def _wants_options(planner: PlannerConfig) -> bool:
