@@ -282,3 +282,12 @@ def test_the_planner_names_are_those_of_the_planners() -> None:
     from ckptplan.planners import PLANNERS
 
     assert set(config_module.PLANNER_NAMES.values()) <= set(PLANNERS)
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "trackio"])
+def test_a_logger_whose_package_is_missing_names_the_extra_before_anything_runs(
+    compose, monkeypatch, kind: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    with pytest.raises(ConfigError, match=rf"package {kind} is not installed\n +type: pip install -e '\.\[{kind}\]'"):
+        load_config(compose(f"logger={kind}"))

@@ -117,6 +117,10 @@ def check_choices(config: RunConfig) -> None:
     _check_batch(config)
     check_choice("scheduler.kind", config.scheduler.kind, ("constant", "cosine", "linear"))
     check_choice("logger.kind", config.logger.kind, ("none", "csv", "tensorboard", "trackio", "wandb"))
+    if config.logger.kind in ("tensorboard", "trackio") and importlib.util.find_spec(config.logger.kind) is None:
+        problem = f"the package {config.logger.kind} is not installed"
+        remedy = f"pip install -e '.[{config.logger.kind}]', or logger=csv"
+        raise config_error("logger", config.logger.kind, problem, remedy=remedy)
     _check_engine(config)
     _check_sweep(config.sweep)
     check_choice("logger.mode", config.logger.mode, ("offline", "auto", "online", "disabled"))
