@@ -173,15 +173,19 @@ def samples_in(batch: Any) -> int:
 
 def resized(batch: Any, size: int) -> Any:
     """A batch of ``size`` samples out of those of ``batch``, again from the first one where there are not enough."""
-    count = samples_in(batch)
+    return with_dimension(batch, 0, samples_in(batch), size)
 
-    def rows(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.dim():
+
+def with_dimension(batch: Any, dimension: int, count: int, size: int) -> Any:
+    """``batch`` with ``size`` places along a dimension of ``count``; tensors without that dimension as they are."""
+
+    def places(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() <= dimension:
             return tensor
-        taken = tensor.detach().index_select(0, torch.arange(size, device=tensor.device) % count)
+        taken = tensor.detach().index_select(dimension, torch.arange(size, device=tensor.device) % count)
         return taken.requires_grad_(tensor.requires_grad)
 
-    return map_tensors(batch, rows)
+    return map_tensors(batch, places)
 
 
 def batch_bytes(batch: Any) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ckptplan.autofit import allowed_bytes, parse_budget, static_of
-from ckptplan.batch_size import Budget, batch_bytes, measured_or_refused
+from ckptplan.batch_size import Budget, batch_bytes, measured_or_refused, with_dimension
 from ckptplan.blocks import CheckpointableBlock
 from ckptplan.budget import least_peak_of
 from ckptplan.errors import InfeasibleTargetError, SizeRefusedError
@@ -32,7 +32,7 @@ from ckptplan.recompute_cost import plan_recompute_cost
 from ckptplan.scaling import largest_within
 from ckptplan.smaller_batches import profile_or_scale
 from ckptplan.subject import LossFn, default_device
-from ckptplan.trees import map_tensors, tensors_in
+from ckptplan.trees import tensors_in
 from ckptplan.units import format_bytes, format_percent
 
 MOST_TOKENS = 2**20  # looked at where no limit is given
@@ -157,15 +157,7 @@ def length_of(batch: Any) -> int:
 
 def with_length(batch: Any, length: int) -> Any:
     """The batch with sequences of ``length``: their tokens, again from the first one where there are not enough."""
-    count = length_of(batch)
-
-    def columns(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() < 2:
-            return tensor
-        taken = tensor.detach().index_select(1, torch.arange(length, device=tensor.device) % count)
-        return taken.requires_grad_(tensor.requires_grad)
-
-    return map_tensors(batch, columns)
+    return with_dimension(batch, 1, length_of(batch), length)
 
 
 def budget_is_above(budget: Budget, size_bytes: int) -> bool:

@@ -46,7 +46,7 @@ def check_budget(config: RunConfig) -> None:
 
 def _check_size(key: str, value: object) -> None:
     try:
-        fits = value != "" and parse_bytes(value, key) > 0  # type: ignore[arg-type]
+        fits = value != "" and parse_bytes(value, key) > 0  # type: ignore[arg-type]  # it refuses others
     except (ValueError, TypeError):
         fits = False
     if not fits:
